@@ -44,8 +44,11 @@ def worker_specs(config: Config) -> tuple[WorkerSpec, ...]:
 def resolve_model(config: Config, on_progress: Callable[[str, float], None]) -> Config:
     """Return the settings with the model's folder and served name filled in. Raises `ConfigError`."""
     from pdserve.models.catalog import resolve
+    from pdserve.models.heads import require_divisible
 
     model = resolve(config.model, on_progress)
+    for role, pool in ((Role.PREFILL, config.prefill), (Role.DECODE, config.decode)):
+        require_divisible(model.path, f"{role}.tensor_parallel_size", pool.tensor_parallel_size)
     return config.model_copy(update={"model": str(model.path), "served_model_name": config.served_model_name or model.served_name})
 
 

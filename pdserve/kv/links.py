@@ -233,6 +233,9 @@ class Links:
         except TransferError as error:
             reason = str(error)
             self.distrusted[error.reason] += 1
+        except Exception as error:  # a bug in what a message led to: it ends this link, which is dialed again
+            reason = f"{type(error).__name__}: {error}"
+            log.exception("kv.link_failed", peer=link.peer.worker, rank=link.peer.rank)
         finally:
             writer.cancel()
             link.mover.close()
@@ -253,6 +256,7 @@ class Links:
             await asyncio.sleep(0)  # what it leads to leaves before the next is read, and calls and other links have their turn
 
     async def _write(self, link: _Link) -> None:
+        """Send what is enqueued; however this ends, the link ends with it."""
         try:
             while True:
                 entry = await link.outbox.get()
@@ -264,4 +268,5 @@ class Links:
                 await asyncio.sleep(0)  # a send that finds room does not give way
         except (ConnectionError, OSError, TransferError) as error:
             log.warning("kv.link_write_failed", peer=link.peer.worker, rank=link.peer.rank, reason=str(error))
+        finally:
             link.frames.stream.close()

@@ -196,8 +196,12 @@ class RankIo:
         now_s = self._clock.now_s()
         if xxhash.xxh3_64_intdigest(pages.data) != parcel.checksum:
             return self.receives.corrupt(scatter, now_s)
-        self._pages.scatter(parcel.items, scatter.slices, scatter.block_ids, pages)
-        self._proofs.scattered(scatter)
+        try:
+            self._pages.scatter(parcel.items, scatter.slices, scatter.block_ids, pages)
+            self._proofs.scattered(scatter)
+        except Exception:  # a bug, or memory that is gone: this transfer must end, with its blocks, and no other
+            log.exception("kv.scatter_failed", peer=scatter.peer.worker, rank=scatter.peer.rank)
+            return self.receives.corrupt(scatter, now_s)
         return self.receives.scattered(scatter, now_s)
 
     def _set_peers(self, version: int, entries: Sequence[PeerAddress]) -> Actions:
@@ -239,13 +243,14 @@ class RankIo:
             return None
         try:
             pages = mover.target(post.slot, post.num_bytes)
+            self._pages.gather(post.items, post.slices, post.block_ids, pages)
+            self._proofs.gathered(post)
         except TransferError as error:
             log.warning("kv.post_failed", peer=post.peer.worker, rank=post.peer.rank, reason=str(error))
-            self._execute([*self.sends.gathered(post), *self.sends.cancel(post.key, CloseReason.PEER_LOST)])
+            self._execute(self.sends.cancel(post.key, CloseReason.PEER_LOST))
             return None
-        self._pages.gather(post.items, post.slices, post.block_ids, pages)
-        self._proofs.gathered(post)
-        self._execute(self.sends.gathered(post))
+        finally:
+            self._execute(self.sends.gathered(post))
         checksum = xxhash.xxh3_64_intdigest(pages.data)
         return Parcel(*post.key, post.pass_number, post.slot, post.num_bytes, checksum, post.items), pages
 

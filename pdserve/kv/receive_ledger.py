@@ -185,7 +185,7 @@ class ReceiveLedger:
         return actions
 
     def corrupt(self, scatter: Scatter, now_s: float) -> Actions:
-        """A parcel's pages are not what its notice says; nothing was scattered."""
+        """A parcel's pages are not what its notice says, or could not all be scattered."""
         receive, actions = self._live[scatter.key], list[Action]()
         receive.scattering -= 1
         self._free(scatter.parcel.slot, actions)

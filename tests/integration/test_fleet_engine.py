@@ -1,6 +1,7 @@
 """A real vLLM engine through the fleet: its private door, and what SIGKILL in its process tree leaves."""
 
 import asyncio
+import contextlib
 import os
 import secrets
 import signal
@@ -78,7 +79,11 @@ def api_server(worker: WorkerSnapshot) -> int:
 
 
 def engine_core(worker: WorkerSnapshot) -> int:
-    return next(process.pid for process in marked(worker.incarnation) if b"EngineCore" in Path(f"/proc/{process.pid}/cmdline").read_bytes())
+    for process in marked(worker.incarnation):
+        with contextlib.suppress(OSError):  # it may have ended meanwhile
+            if b"EngineCore" in Path(f"/proc/{process.pid}/cmdline").read_bytes():
+                return process.pid
+    raise AssertionError("no engine core")
 
 
 @pytest.mark.parametrize("victim", [api_server, engine_core])

@@ -136,11 +136,18 @@ def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def executable(pid: int) -> str:
+    """Return the file name of a process's program, or nothing for one that has ended meanwhile."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/exe").readlink().name
+    return ""
+
+
 def ray_process(files: DeploymentFiles, name: str) -> int:
     cluster = read_cluster(files)
     assert cluster is not None
     below = [process.pid for process in descendants([cluster.keeper.pid])]
-    return next(pid for pid in below if Path(f"/proc/{pid}/exe").readlink().name == name)
+    return next(pid for pid in below if executable(pid) == name)
 
 
 async def test_workers_are_placed_and_described(fleet: RayFleet, files: DeploymentFiles) -> None:

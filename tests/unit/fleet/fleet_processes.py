@@ -1,5 +1,6 @@
 """A worker's folder with launchers of fake engines in it, and the proof that nothing of them stays."""
 
+import contextlib
 import os
 import secrets
 import subprocess
@@ -83,9 +84,9 @@ class FakeWorker:
     def pid_of(self, role: str) -> int:
         """Return the pid of the ``core`` or ``worker`` process."""
         for process in marked(self.incarnation):
-            words = Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0")
-            if role.encode() in words:
-                return process.pid
+            with contextlib.suppress(OSError):  # it may have ended meanwhile
+                if role.encode() in Path(f"/proc/{process.pid}/cmdline").read_bytes().split(b"\0"):
+                    return process.pid
         raise AssertionError(f"no {role} process")
 
     def assert_nothing_left(self, shared_memory: tuple[str, ...]) -> None:

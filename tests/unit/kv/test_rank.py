@@ -5,18 +5,23 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from rank_place import LEASE_S, PATIENCE_S, Rank, blocks, join, running
 from shapes import M3_SMALL, Model, Prompt
 
 from pdserve.kv.actions import PeerRank, ReportReceived
+from pdserve.kv.link import FrameStream
+from pdserve.kv.pages import CachePages
 from pdserve.kv.peers import PeerAddress
+from pdserve.kv.rank import RankIo
 from pdserve.kv.ticket import TransferKey
 from pdserve.kv.transports.base import Transport
 from pdserve.kv.transports.memory import MemoryTransport
 from pdserve.kv.transports.shm import ShmTransport
 from pdserve.kv.transports.tcp import TcpTransport
+from pdserve.kv.wire import Parcel
 from pdserve.testing.fault_plan import FaultPlan
 from pdserve.types import CloseReason
 
@@ -182,6 +187,41 @@ def test_post_that_fails_ends_its_transfer_on_both_sides(failing: int) -> None:
         join([producer, consumer])
         assert move(1, [producer], [consumer]) == [CloseReason.PEER_LOST, CloseReason.PEER_CLOSED]
         assert move(2, [producer], [consumer]) == [CloseReason.RELEASED, CloseReason.LANDED]
+
+
+@pytest.mark.parametrize("dialer", [PREFILL, DECODE])
+@pytest.mark.parametrize(
+    ("owner", "step", "first"),
+    [
+        (CachePages, "gather", [CloseReason.PEER_LOST, CloseReason.PEER_LOST]),
+        (FrameStream, "send", [CloseReason.PEER_LOST, CloseReason.PEER_LOST]),
+        (CachePages, "scatter", [CloseReason.DIGEST_MISMATCH, CloseReason.DIGEST_MISMATCH]),
+        (RankIo, "heard", [CloseReason.PEER_LOST, CloseReason.PEER_LOST]),
+    ],
+    ids=["gather", "send", "scatter", "heard"],
+)
+def test_bug_on_a_parcels_way_costs_one_prompt(
+    owner: type, step: str, first: list[CloseReason], dialer: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What nobody foresaw is loud, ends what it touched with all blocks and slots free, and the next prompt lands, whoever dialed."""
+    (producer,), (consumer,) = worker("a" if dialer == PREFILL else "z"), worker("m")
+    whole, broken = getattr(owner, step), []
+
+    def breaks_once(self: object, *args: Any, **kwargs: Any) -> object:
+        if not broken and (owner is CachePages or isinstance(args[-1], Parcel) or isinstance(args[0], Parcel)):
+            broken.append(args)
+            raise ValueError("nobody foresaw this")
+        return whole(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, step, breaks_once)
+    with running(producer, consumer):
+        join([producer, consumer])
+        assert move(1, [producer], [consumer]) == first
+        for rank, peer in ((producer, consumer), (consumer, producer)):
+            rank.wait_states({peer.me: "connected"})
+        assert move(2, [producer], [consumer]) == [CloseReason.RELEASED, CloseReason.LANDED]
+        wait_slots(consumer)
+    assert broken
 
 
 @pytest.mark.parametrize("stopped", [PREFILL, DECODE])
