@@ -18,6 +18,17 @@ class StartWorker:
 
 
 @dataclass(frozen=True, slots=True)
+class ReplaceWorker:
+    """End what is left of a failed worker, and start it again."""
+
+    spec: WorkerSpec
+
+    @property
+    def subject(self) -> str:
+        return f"start {self.spec.worker_id}"
+
+
+@dataclass(frozen=True, slots=True)
 class StartRouter:
     """Start the router process, on the ports it had before if it had any."""
 
@@ -71,4 +82,4 @@ class RunCanary:
         return {self.prefill_worker: self.prefill_incarnation, self.decode_worker: self.decode_incarnation}.get(worker_id)
 
 
-Action = StartWorker | StartRouter | PutPeers | PutFleet | RunCanary
+Action = StartWorker | ReplaceWorker | StartRouter | PutPeers | PutFleet | RunCanary

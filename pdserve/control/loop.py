@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from pdserve.clock import Clock
-from pdserve.control.actions import Action, PutFleet, PutPeers, RunCanary, StartRouter, StartWorker
+from pdserve.control.actions import Action, PutFleet, PutPeers, ReplaceWorker, RunCanary, StartRouter, StartWorker
 from pdserve.control.observation import Observation, Outcome
 from pdserve.control.plan import ControlState, Policy, initial_state, plan
 from pdserve.control.router_process import RouterProcess
@@ -141,6 +141,9 @@ class Controller:
         try:
             match action:
                 case StartWorker(spec):
+                    await self._fleet.start(spec)
+                case ReplaceWorker(spec):
+                    await self._fleet.stop(spec.worker_id)
                     await self._fleet.start(spec)
                 case StartRouter():
                     self._router_process.start()

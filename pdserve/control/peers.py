@@ -21,11 +21,13 @@ class Links:
 
 
 def peer_table(workers: Iterable[Worker]) -> tuple[PeerEntry, ...]:
-    """Return one row for each worker whose engine has said where its ranks listen."""
+    """Return one row for each worker whose engine has said where its ranks listen, and may still be there: peers free what a worker that leaves the
+    table could write to.
+    """
     return tuple(
         PeerEntry(worker.worker_id, worker.incarnation, worker.agent.tensor_parallel_size, worker.agent.ranks)
         for worker in workers
-        if worker.state in SERVING and worker.agent is not None
+        if worker.may_touch_memory and worker.agent is not None
     )
 
 

@@ -7,8 +7,8 @@ the tick that asks for it until an outcome names it; two of one subject never ru
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from pdserve.control import router_plan
-from pdserve.control.actions import Action, PutFleet, PutPeers, RunCanary, StartRouter, StartWorker
+from pdserve.control import restarts, router_plan
+from pdserve.control.actions import Action, PutFleet, PutPeers, ReplaceWorker, RunCanary, StartRouter, StartWorker
 from pdserve.control.observation import Observation, Outcome
 from pdserve.control.peers import is_linked, links, of_interest, peer_table
 from pdserve.control.router_plan import RouterPlan
@@ -73,12 +73,14 @@ def plan(state: ControlState, seen: Observation, policy: Policy) -> tuple[Contro
     state = _each(state, lambda w: advance(w, seen.fleet, seen.agents.get(w.worker_id), seen.now_s, policy.limits))
     workers = state.workers
     state = _each(state, lambda w: _judge_links(w, workers, seen.now_s, policy.limits))
+    if state.ready_at_s is not None:
+        state = _each(state, lambda w: restarts.follow(w, seen.now_s))
     state = _version_tables(state)
     state = replace(state, router=router_plan.follow(state.router, seen.router, seen.now_s))
     state = _judge_phase(state, seen, policy)
     if state.phase is Phase.FAILED:
         return state, ()
-    wanted = (*_router_actions(state, seen), *_start_actions(state), *_peer_actions(state), *_canary_actions(state, seen))
+    wanted = (*_router_actions(state, seen), *_start_actions(state, seen), *_peer_actions(state), *_canary_actions(state, seen))
     actions = tuple(action for action in wanted if not state.is_busy(action.subject))
     return replace(state, in_flight=(*state.in_flight, *actions)), actions
 
@@ -94,6 +96,8 @@ def _settle(state: ControlState, outcome: Outcome, now_s: float, policy: Policy)
     match outcome.action:
         case StartWorker() as start:
             return _each(state, lambda w: _after_start(w, error, now_s) if w.spec == start.spec else w)
+        case ReplaceWorker() as again:
+            return _each(state, lambda w: restarts.replaced(w, error, now_s) if w.spec == again.spec else w)
         case PutPeers() as put if error is None:
             return _each(state, lambda w: replace(w, peers_version=put.version) if w.incarnation == put.incarnation else w)
         case PutFleet(router_start, snapshot) if error is None:
@@ -173,11 +177,16 @@ def _router_actions(state: ControlState, seen: Observation) -> Iterator[Action]:
         yield PutFleet(seen.router.starts, state.fleet)
 
 
-def _start_actions(state: ControlState) -> Iterator[Action]:
-    """Start all that wait, at once: engines load in parallel in less than half the time that they take in turn, also on two cores."""
+def _start_actions(state: ControlState, seen: Observation) -> Iterator[Action]:
+    """Start all that wait, at once: engines load in parallel in less than half the time that they take in turn, also on two cores.
+
+    A fleet that cannot be asked is not asked to replace anything.
+    """
     for worker in state.workers:
         if worker.state is WorkerState.PENDING:
             yield StartWorker(worker.spec)
+        elif seen.fleet is not None and restarts.is_due(worker, seen.now_s):
+            yield ReplaceWorker(worker.spec)
 
 
 def _peer_actions(state: ControlState) -> Iterator[Action]:

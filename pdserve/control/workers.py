@@ -4,7 +4,7 @@
        any ──fleet says so, or a limit passed──► FAILED          READY ──agent silent──► WARMING
        any ──new incarnation──► LOADING
 
-READY is given in `plan`, which sees pairs.
+READY is given in `plan`, which sees pairs; a failed worker's next start is `restarts`' to date.
 """
 
 from dataclasses import dataclass, replace
@@ -47,6 +47,10 @@ class Worker:
     """the peer table that this incarnation took"""
     canary_failures: int = 0
     canary_after_s: float = 0.0
+    failures: int = 0
+    """ends in a row"""
+    restart_at_s: float | None = None
+    """when a failed worker is started again, None while that is not decided"""
     detail: str = ""
 
     @property
@@ -64,6 +68,13 @@ class Worker:
     @property
     def incarnation(self) -> str:
         return self.placed.incarnation if self.placed is not None else ""
+
+    @property
+    def may_touch_memory(self) -> bool:
+        """Whether its engine, failed or not, may still write to its peers' slots: it has answered, and is not known to have ended."""
+        if self.placed is None or self.agent is None or self.agent.incarnation != self.placed.incarnation:
+            return False
+        return self.state in SERVING or (self.state is WorkerState.FAILED and self.placed.state not in ENDED)
 
     def to(self, state: WorkerState, now_s: float, detail: str = "") -> "Worker":
         """Return the worker in `state`, with one line about it."""
@@ -96,10 +107,10 @@ def new_worker(spec: WorkerSpec, now_s: float) -> Worker:
 
 def advance(worker: Worker, fleet: FleetSnapshot | None, agent: AgentStatus | None, now_s: float, limits: Limits) -> Worker:
     """Return the worker after what the fleet and its agent say, and after its limits."""
+    placed = worker.placed if fleet is None else next((row for row in fleet.workers if row.worker_id == worker.worker_id), None)
     if worker.state in ENDED:
-        return worker
+        return replace(worker, placed=placed)
     if fleet is not None:
-        placed = next((row for row in fleet.workers if row.worker_id == worker.worker_id), None)
         worker = _follow_fleet(worker, placed, now_s)
     if agent is not None and worker.incarnation and agent.incarnation == worker.incarnation and worker.state not in ENDED:
         worker = replace(worker, agent=agent, answered_s=now_s)

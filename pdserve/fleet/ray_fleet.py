@@ -125,6 +125,7 @@ class RayFleet:
         Raises:
             FleetError: something of it cannot be ended.
         """
+        await self._leave_dead_ray()
         driver = await self._connected()
         await self._in_thread(self._end, driver, worker_id)
         await self._in_thread(driver.release, worker_id, self._actors.pop(worker_id, None))

@@ -46,6 +46,8 @@ class FakeFleet:
     is_unreachable: bool = False
     """`snapshot` fails, as with Ray's head away"""
     is_closed: bool = False
+    stopped: list[str] = field(default_factory=list)
+    """workers that were stopped, in order"""
     workers: dict[str, FakeWorker] = field(default_factory=dict)
     incarnations: int = 0
 
@@ -55,6 +57,7 @@ class FakeFleet:
         self.workers[spec.worker_id] = FakeWorker(spec, self._incarnation(), self.polls_to_load)
 
     async def stop(self, worker_id: str) -> None:
+        self.stopped.append(worker_id)
         self.workers.pop(worker_id, None)
 
     async def snapshot(self) -> FleetSnapshot:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from pdserve.clock import MonotonicClock
+from pdserve.control import restarts
 from pdserve.control.loop import Controller
 from pdserve.control.observation import RouterSeen
 from pdserve.control.plan import Policy
@@ -58,7 +59,7 @@ class World:
         self.router = FakeRouter(self.fleet)
         self.process = FakeRouterProcess(self.router)
 
-    def start(self, specs: tuple[WorkerSpec, ...]) -> None:
+    def start(self, specs: tuple[WorkerSpec, ...], lost_s: float = 2.0) -> None:
         """Start the controller's loop."""
         controller = Controller(
             name="test",
@@ -66,7 +67,7 @@ class World:
             controller_pid=1,
             started_unix_s=0.0,
             specs=specs,
-            policy=Policy(Limits(load_s=5, link_s=2, silence_s=0.2, lost_s=2), canary_pause_s=0.01),
+            policy=Policy(Limits(load_s=5, link_s=2, silence_s=0.2, lost_s=lost_s), canary_pause_s=0.01),
             fleet=self.fleet,
             agents=self.agents,
             router=self.router,
@@ -215,8 +216,51 @@ async def test_failed_engine_is_reported_and_advertised(world: World) -> None:
     await world.worker("prefill-0", WorkerState.READY)
     assert world.router.view is not None
     assert [(row.worker_id, row.detail) for row in world.router.view.workers if row.state is WorkerState.FAILED] == [
-        ("prefill-1", "its engine ended with signal 9")
+        ("prefill-1", "its engine ended with signal 9; starts again after 1 s (failure 1 in a row)")
     ]
+
+
+async def test_dead_engine_is_replaced_and_proven(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unaided, as often as it dies; the new incarnation serves a token before it is advertised."""
+    monkeypatch.setattr(restarts, "BACKOFF_S", (0.01,))
+    world.start(specs(1, 2))
+    await world.phase(Phase.READY)
+    for _ in range(3):
+        before = world.fleet.workers["decode-1"].incarnation
+        canaries = len(world.router.canaries)
+        world.fleet.fail("decode-1", "its engine ended with signal 9")
+        await world.worker("decode-1", WorkerState.FAILED)
+        await world.phase(Phase.READY)
+        assert world.fleet.workers["decode-1"].incarnation != before
+        assert ("prefill-0", "decode-1") in world.router.canaries[canaries:]
+
+
+async def test_stuck_engine_is_stopped_before_it_is_started_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that answers nothing is first not advertised, then ended; until then its peers keep what it could still write to."""
+    monkeypatch.setattr(restarts, "BACKOFF_S", (0.5,))
+    world.start(specs(1, 1), lost_s=0.4)
+    await world.phase(Phase.READY)
+    stuck = world.fleet.workers["decode-0"]
+    stuck.is_silent = True
+    await world.worker("decode-0", WorkerState.FAILED)
+    await asyncio.sleep(0.1)
+    assert stuck.incarnation in {entry.incarnation for entry in world.fleet.workers["prefill-0"].peers}
+    await world.phase(Phase.READY)
+    assert world.fleet.stopped == ["decode-0"]
+    assert stuck.incarnation not in {entry.incarnation for entry in world.fleet.workers["prefill-0"].peers}
+
+
+async def test_replacement_that_cannot_start_is_tried_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The deployment goes on with what is left, says why, and is whole again once there is room."""
+    monkeypatch.setattr(restarts, "BACKOFF_S", (0.01,))
+    world.start(specs(1, 2))
+    await world.phase(Phase.READY)
+    world.fleet.cannot_start["decode-0"] = "no node has room"
+    world.fleet.fail("decode-0", "killed")
+    report = await world.reported(lambda report: any("no node has room" in w.detail and "failure 3" in w.detail for w in report.workers))
+    assert report.phase is Phase.DEGRADED
+    del world.fleet.cannot_start["decode-0"]
+    await world.phase(Phase.READY)
 
 
 async def test_silent_engine_is_not_advertised_until_it_proves_itself(world: World) -> None:

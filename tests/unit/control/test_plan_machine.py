@@ -6,7 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from pdserve.control.actions import Action, PutFleet, PutPeers, RunCanary, StartRouter, StartWorker
+from pdserve.control import restarts
+from pdserve.control.actions import Action, PutFleet, PutPeers, ReplaceWorker, RunCanary, StartRouter, StartWorker
 from pdserve.control.observation import Observation, Outcome, RouterSeen
 from pdserve.control.plan import ControlState, Policy, initial_state, plan
 from pdserve.control.state import Phase
@@ -33,6 +34,7 @@ class PlanMachine(RuleBasedStateMachine):
         self.is_fleet_known = True
         self.router = RouterSeen()
         self.router_seen = self.router
+        self.rows_seen: dict[str, WorkerSnapshot] = {}
         self.outcomes: list[Outcome] = []
         self.state: ControlState = initial_state(SPECS, self.now_s)
         self.before: ControlState = self.state
@@ -59,6 +61,8 @@ class PlanMachine(RuleBasedStateMachine):
         )
         self.outcomes = []
         self.router_seen = self.router
+        if self.is_fleet_known:
+            self.rows_seen = dict(self.rows)
         self.before = self.state
         self.state, self.actions = plan(self.before, seen, POLICY)
 
@@ -66,7 +70,7 @@ class PlanMachine(RuleBasedStateMachine):
     @rule(data=st.data(), ok=st.booleans())
     def finish(self, data: st.DataObject, ok: bool) -> None:
         action = data.draw(st.sampled_from(self.state.in_flight))
-        if ok and isinstance(action, StartWorker):
+        if ok and isinstance(action, StartWorker | ReplaceWorker):
             self.place(action.spec.worker_id)
         if isinstance(action, StartRouter):
             self.router = RouterSeen(self.router.starts + 1, running=True, pid=1)
@@ -132,7 +136,7 @@ class PlanMachine(RuleBasedStateMachine):
         self.rows = {worker_id: replace(row, state=WorkerState.LOADING) for worker_id, row in self.rows.items()}
         for _ in range(ticks):
             for action in self.state.in_flight:
-                if isinstance(action, StartWorker):
+                if isinstance(action, StartWorker | ReplaceWorker):
                     self.place(action.spec.worker_id)
                 if isinstance(action, StartRouter):
                     self.router = RouterSeen(self.router.starts + 1, running=True, pid=1)
@@ -165,9 +169,21 @@ class PlanMachine(RuleBasedStateMachine):
         assert all(worker.incarnation in self.proven for worker in self.state.workers if worker.state is WorkerState.READY)
 
     @invariant()
-    def an_end_is_an_end(self) -> None:
+    def only_a_replacement_ends_a_failure(self) -> None:
+        replaced = {action.spec for action in self.before.in_flight if isinstance(action, ReplaceWorker)} - {
+            action.spec for action in self.state.in_flight if isinstance(action, ReplaceWorker)
+        }
         for old, new in zip(self.before.workers, self.state.workers, strict=True):
-            assert old.state is not WorkerState.FAILED or (new.entered_s, new.detail) == (old.entered_s, old.detail)
+            if old.state is WorkerState.FAILED and new.entered_s != old.entered_s:
+                assert old.spec in replaced
+
+    @invariant()
+    def replacements_wait_for_their_time(self) -> None:
+        for action in self.actions:
+            if isinstance(action, ReplaceWorker):
+                worker = next(worker for worker in self.state.workers if worker.spec == action.spec)
+                assert worker.state is WorkerState.FAILED and worker.restart_at_s is not None and worker.restart_at_s <= self.now_s
+                assert self.state.ready_at_s is not None
 
     @invariant()
     def versions_grow_exactly_with_content(self) -> None:
@@ -177,7 +193,10 @@ class PlanMachine(RuleBasedStateMachine):
     @invariant()
     def peers_are_workers_that_serve(self) -> None:
         serving = {worker.incarnation for worker in self.state.workers if worker.state in SERVING}
-        assert {entry.incarnation for entry in self.state.peers} == serving
+        listed = {entry.incarnation for entry in self.state.peers}
+        assert serving <= listed <= serving | {worker.incarnation for worker in self.state.workers if worker.state is WorkerState.FAILED}
+        ended = {row.incarnation for row in self.rows_seen.values() if row.state is WorkerState.FAILED}
+        assert not listed & ended
         assert {action.incarnation for action in self.actions if isinstance(action, PutPeers)} <= serving
 
     @invariant()
@@ -203,15 +222,15 @@ class PlanMachine(RuleBasedStateMachine):
         assert self.state.phase is not Phase.FAILED or (self.actions == () and self.state.ready_at_s is None and self.state.detail)
 
     def teardown(self) -> None:
-        """After a long calm everything that has not failed is ready, and nothing is left to do."""
+        """After a long calm everything is ready, also what had failed, and nothing is left to do."""
         self.go_well(40)
         if self.state.phase is Phase.FAILED:
             return
+        self.now_s += max(restarts.BACKOFF_S)
+        self.go_well(40)
         assert self.actions == () and self.state.in_flight == ()
-        states = {worker.state for worker in self.state.workers}
-        roles = {ROLES[worker.worker_id] for worker in self.state.workers if worker.state is not WorkerState.FAILED}
-        assert states <= {WorkerState.READY, WorkerState.FAILED} or len(roles) == 1
-        assert self.state.phase is (Phase.READY if states == {WorkerState.READY} else Phase.DEGRADED)
+        assert {worker.state for worker in self.state.workers} == {WorkerState.READY}
+        assert self.state.phase is Phase.READY
 
 
 PlanMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
