@@ -169,7 +169,7 @@ def test_killed_actor_fails_the_start_and_leaves_nothing(site: Site, model: str)
     site.assert_nothing_left()
 
 
-def test_deployment_serves_reports_its_dead_and_leaves_nothing(site: Site, model: str) -> None:
+def test_deployment_serves_replaces_its_dead_and_leaves_nothing(site: Site, model: str) -> None:
     """One engine set from ready to gone: a request, `status`, a killed router, API server, controller and core, then `down`."""
     started_s = time.monotonic()
     code, output, errors = site.run("up", "--model", model, "--port", "0", "--detach")
@@ -200,13 +200,20 @@ def test_deployment_serves_reports_its_dead_and_leaves_nothing(site: Site, model
     report = site.report(lambda report: states(report)["prefill-0"] is WorkerState.FAILED, 30)
     assert (report.phase, report.detail, states(report)["decode-0"]) == ("degraded", "prefill-0 is failed", WorkerState.READY)
     until(lambda: True if not prefill_core.is_running() else None, 30)
+    assert_served(status["url"], status["model"], "local")
+    report = site.report(lambda report: report.phase == "ready", READY_LIMIT_S)
+    assert {worker.worker_id: worker.incarnation for worker in report.workers} != {
+        worker_id: worker["incarnation"] for worker_id, worker in workers.items()
+    }
+    assert_served(status["url"], status["model"], "disaggregated")
+    site.look()
 
     (controller,) = find(Kind.CONTROLLER, site.folder.path)
     controller.kill()
     controller.wait(10)
     code, status = site.status()
     assert (code, status["controller_pid"]) == (1, None)
-    assert_served(status["url"], status["model"], "local")
+    assert_served(status["url"], status["model"], "disaggregated")
     decode_core.kill()
 
     code, output, errors = site.run("down")
