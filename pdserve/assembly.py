@@ -56,7 +56,7 @@ def resolve_model(config: Config, on_progress: Callable[[str, float], None]) -> 
 async def controller(folder: StateFolder) -> AsyncIterator[Controller]:
     """Build the controller of the deployment in `folder`; nothing is started before it runs."""
     config, secret = folder.config(), folder.secret()
-    async with HttpAgents(secret) as agents, HttpRouter(lambda: _admin_url(folder, config.router.admin_host), secret) as router:
+    async with HttpAgents(secret) as agents, HttpRouter(lambda: admin_url(folder, config.router.admin_host), secret) as router:
         yield Controller(
             name=config.name,
             model=served_name(config),
@@ -145,7 +145,8 @@ def _fleet(folder: StateFolder) -> Fleet:
     return RayFleet(config, folder.path, folder.secret(), ServedModel(Path(config.model), served_name(config)))
 
 
-def _admin_url(folder: StateFolder, host: str) -> str | None:
+def admin_url(folder: StateFolder, host: str) -> str | None:
+    """Return where the router's admin port is, None if no router was ever bound."""
     binding = folder.binding()
     host = local_host(host)
     return f"http://{f'[{host}]' if ':' in host else host}:{binding.admin_port}" if binding is not None else None

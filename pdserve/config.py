@@ -103,6 +103,9 @@ class RouterConfig(_Section):
     """under `auto`, a prompt goes to a decode worker alone that holds this share of it"""
     load_failure: Literal["recompute", "fail"] = "recompute"
     """when KV does not arrive: decode computes the prompt, or the request ends with 503 before its first data"""
+    resume: bool = False
+    """whether a stream whose decode worker is lost goes on at another one. Only greedy chat completions and completions with one choice can, without
+    tools, structured output, logprobs, penalties, stop strings or media, at engines without a reasoning parser"""
     debug_headers: bool = False
     """answer with `x-pdserve-receipt`"""
     keys_file: str | None = None
@@ -296,5 +299,6 @@ def _translate(error: ValidationError) -> ConfigError:
     field = ".".join(str(part) for part in first["loc"]) or "config"
     if first["type"] == "extra_forbidden":
         return ConfigError(field, first["input"], "unknown setting; `pdserve config schema` lists all")
-    fix = first["msg"][:1].lower() + first["msg"][1:]
+    fix = first["msg"].removeprefix("Value error, ")
+    fix = fix[:1].lower() + fix[1:]
     return ConfigError(field, first["input"], fix.replace("input should be", "give a value that is"))

@@ -62,6 +62,8 @@ class AbortReport:
     blocks_free_before: int
     blocks_free_after: int
     elapsed_s: float
+    held: tuple[str, ...] = ()
+    """of the ids asked for, those whose blocks the engine still keeps: a transfer from or to them has to end first"""
 
 
 class AgentControl(Protocol):
@@ -84,7 +86,7 @@ class AgentRecords(Protocol):
         ...
 
     async def abort(self, url: str, request_ids: Sequence[str]) -> AbortReport:
-        """Abort requests by the router's ids and wait until the engine has done it."""
+        """Abort requests by the router's ids and wait until the engine has done it. Idempotent; asked again, it says whose blocks are still held."""
         ...
 
 
@@ -96,6 +98,11 @@ class UpstreamResponse(Protocol):
 
     @property
     def content_type(self) -> str: ...
+
+    @property
+    def is_whole(self) -> bool:
+        """Say whether the end of the body has come, read or not."""
+        ...
 
     async def read(self) -> bytes:
         """Read the whole body. Raises `WorkerLost` (phase ``body``)."""

@@ -170,6 +170,8 @@ class TransferRecord:
     """from ticket seen to the first parcel"""
     transfer_s: float = 0.0
     """from the first parcel to the end"""
+    transport: str | None = None
+    """what moves this side's parcels; None if no rank had to do with the transfer"""
     dropped: Mapping[str, int] = field(default_factory=dict)
     """stale or duplicate messages, by reason"""
     digests: tuple[RunDigest, ...] = ()
@@ -218,11 +220,24 @@ class FleetSnapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class LegAbort:
+    """How a worker was rid of one leg. Times are counted from when the client's departure was noticed, else from when the leg was given up."""
+
+    worker: str
+    leg_id: str
+    """what the engine calls the attempt"""
+    acknowledged_s: float | None
+    """until the worker's agent said that the abort went through the engine's loop; None if no call reached it"""
+    blocks_free_s: float | None
+    """until it said that the engine keeps no block for the leg; None if it did not say so in time"""
+
+
+@dataclass(frozen=True, slots=True)
 class Receipt:
     """What happened to one client request. Frozen; metrics, log line and debug header derive from it.
 
-    `configured`, `eligible` and `executed` map a feature (``disaggregation``, ``layer_wise_push``, ``prefix_reuse``, ``transport``) to what
-    was set, what the request qualified for, and what the records prove happened.
+    `configured`, `eligible` and `executed` map a feature (``disaggregation``, ``layer_wise_push``, ``prefix_reuse``, ``transport``,
+    ``spec_decode``) to what was set, what the request qualified for, and what the records prove happened; None where nothing tells.
     """
 
     request_id: str
@@ -248,10 +263,14 @@ class Receipt:
     prompt_tokens: int | None
     completion_tokens: int | None
     cached_tokens: int | None
+    resumed_at: tuple[int, ...] = ()
+    """tokens that the client had, each time that its stream was taken up again after its decode worker was lost"""
+    aborts: tuple[LegAbort, ...] = ()
+    """of legs that did not end by themselves, over all attempts"""
     inter_token_s: tuple[float, ...] = ()
     """gaps between data frames; emptied before a receipt is stored"""
     send: TransferRecord | None = None
     receive: TransferRecord | None = None
-    configured: Mapping[str, str] = field(default_factory=dict)
-    eligible: Mapping[str, str] = field(default_factory=dict)
-    executed: Mapping[str, str] = field(default_factory=dict)
+    configured: Mapping[str, str | None] = field(default_factory=dict)
+    eligible: Mapping[str, str | None] = field(default_factory=dict)
+    executed: Mapping[str, str | None] = field(default_factory=dict)

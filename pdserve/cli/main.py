@@ -8,7 +8,7 @@ import typer
 from typer.exceptions import TyperException
 
 from pdserve import __version__
-from pdserve.cli import config, controller, down, keys, router, status, up, verify
+from pdserve.cli import config, controller, down, keys, receipts, router, status, up, verify
 from pdserve.errors import ConfigError, PdserveError
 
 app = typer.Typer(
@@ -36,6 +36,7 @@ def options(
 app.command("up")(up.up)
 app.command("down")(down.down)
 app.command("status")(status.status)
+app.command("receipts")(receipts.receipts)
 app.command("verify")(verify.verify)
 app.add_typer(config.app, name="config")
 app.add_typer(keys.app, name="keys")

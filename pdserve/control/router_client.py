@@ -1,8 +1,9 @@
 """`RouterControl` over HTTP: the router's admin port."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Self
+from urllib.parse import quote
 
 import httpx
 import msgspec
@@ -59,6 +60,49 @@ class HttpRouter:
         if answer.status_code != httpx.codes.OK:
             raise FleetError("router", _message(answer))
         return answer.content
+
+
+class ReceiptReader:
+    """Reads the receipts of one deployment's router, for the command line.
+
+    Args:
+        admin_url: where the admin port is now.
+        secret: what it demands in `x-pdserve-secret`.
+        transport: replaces the network in tests.
+    """
+
+    def __init__(self, admin_url: str, secret: str, transport: httpx.BaseTransport | None = None) -> None:
+        self._http = httpx.Client(
+            base_url=admin_url, headers={"x-pdserve-secret": secret}, timeout=TIMEOUT_S, trust_env=False, transport=transport
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._http.close()
+
+    def last(self, limit: int, filters: Mapping[str, str]) -> tuple[Receipt, ...]:
+        """Return the newest receipts that match, newest first. Raises `FleetError` with the router's message."""
+        return msgspec.json.decode(self._get("/admin/v1/receipts", {"limit": str(limit), **filters}).content, type=_Receipts).receipts
+
+    def find(self, known_as: str) -> Receipt | None:
+        """Return one receipt by any of its ids, None if the router has none of that id. Raises `FleetError`."""
+        answer = self._get(f"/admin/v1/receipts/{quote(known_as, safe='')}", {})
+        return None if answer.status_code == httpx.codes.NOT_FOUND else msgspec.json.decode(answer.content, type=Receipt)
+
+    def _get(self, path: str, query: Mapping[str, str]) -> httpx.Response:
+        try:
+            answer = self._http.get(path, params=query)
+        except httpx.TransportError as error:
+            raise FleetError("router", f"is away ({type(error).__name__} {error})") from error
+        if answer.status_code not in (httpx.codes.OK, httpx.codes.NOT_FOUND):
+            raise FleetError("router", _message(answer))
+        return answer
+
+
+class _Receipts(msgspec.Struct):
+    receipts: tuple[Receipt, ...]
 
 
 class _ErrorBody(msgspec.Struct):

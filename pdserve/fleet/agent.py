@@ -4,11 +4,12 @@ Reaches the engine core through one utility method (`pdserve.kv.engine_plugin`),
 who asks, of roles or of the fleet.
 """
 
+import asyncio
 import hmac
 import os
 import time
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -99,7 +100,7 @@ def _routes() -> APIRouter:
     @router.post("/abort")
     async def abort(request: Request) -> JSONResponse:
         body = msgspec.json.decode(await request.body(), type=_AbortBody)
-        return _json(await _abort(request.app.state.pdserve_engine, body.request_ids))
+        return _json(await abort_requests(request.app.state.pdserve_engine, body.request_ids))
 
     return router
 
@@ -117,20 +118,41 @@ async def _call(engine: Any, operation: str, argument: Any = None) -> Any:
     return await engine.engine_core.call_utility_async(ENGINE_METHOD, operation, argument)
 
 
-async def _abort(engine: Any, request_ids: list[str]) -> AbortReport:
-    """Abort by the router's ids, then go through the engine loop once: when that returns, the abort is done."""
+async def abort_requests(engine: Any, request_ids: list[str]) -> AbortReport:
+    """Abort by the router's ids, then go through the engine loop: when that returns, the abort is done.
+
+    A request that was answered is no longer the front end's to abort, but its blocks are kept while its transfer is open: that is closed.
+    """
     started_s = time.monotonic()
-    before = await _call(engine, "blocks")
-    engine_ids = engine_request_ids(engine.output_processor.external_req_ids, request_ids)
-    await engine.abort(engine_ids)
-    after = await _call(engine, "blocks")
-    return AbortReport(len(engine_ids), before, after, time.monotonic() - started_s)
+    live = engine.output_processor.external_req_ids
+    # Not waited for yet: the engine takes it, the abort and the question behind that between the same two steps.
+    before = asyncio.ensure_future(_call(engine, "blocks"))
+    await asyncio.sleep(0)
+    aborted = 0
+    while True:
+        engine_ids = engine_request_ids(live, request_ids)
+        await engine.abort(engine_ids)
+        aborted += len(engine_ids)
+        after, kept = await _call(engine, "kept")
+        if not engine_request_ids(live, request_ids):
+            break
+    held = {internal_id: _router_id(external_id(internal_id)) for internal_id in kept}
+    wanted = set(request_ids)
+    mine = [internal_id for internal_id, router_id in held.items() if router_id in wanted]
+    if mine:
+        await _call(engine, "close", mine)
+    return AbortReport(aborted, await before, after, time.monotonic() - started_s, tuple({held[internal_id] for internal_id in mine}))
 
 
-def engine_request_ids(live: MutableMapping[str, Any], request_ids: list[str]) -> list[str]:
+def engine_request_ids(live: Iterable[str], request_ids: Iterable[str]) -> list[str]:
     """Return the front end's ids of the router's requests."""
     wanted = set(request_ids)
     return [engine_id for engine_id in live if _router_id(engine_id) in wanted]
+
+
+def external_id(internal_id: str) -> str:
+    """Return the front end's id of a request, which the engine core knows with a random part behind it."""
+    return internal_id.rpartition("-")[0]
 
 
 def _router_id(engine_id: str) -> str:

@@ -33,8 +33,8 @@ def engine_call(core: "EngineCore", operation: str, argument: Any = None) -> Any
 
     Args:
         core: the engine core that it was called on.
-        operation: ``status``, ``peers``, ``records`` or ``blocks``.
-        argument: ``peers``: (version, rows); ``records``: the cursor.
+        operation: ``status``, ``peers``, ``records``, ``blocks``, ``kept`` or ``close``.
+        argument: ``peers``: (version, rows); ``records``: the cursor; ``close``: the core's ids of finished requests whose transfers are to end.
 
     Raises:
         ValueError: an operation that does not exist, or a connector that is not ours.
@@ -46,6 +46,12 @@ def engine_call(core: "EngineCore", operation: str, argument: Any = None) -> Any
     match operation:
         case "blocks":
             return scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+        case "kept":
+            kept = [request_id for request_id, request in scheduler.requests.items() if request.is_finished()]
+            return scheduler.kv_cache_manager.block_pool.get_num_free_blocks(), kept
+        case "close":
+            connector.scheduler.close(argument)
+            return None
         case "records":
             cursor, records = connector.scheduler.records.after(int(argument))
             return {"next": cursor, "records": msgspec.to_builtins(list(records))}

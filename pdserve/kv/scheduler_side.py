@@ -8,6 +8,7 @@ never waits for one that will not come. Knows vLLM's scheduler objects; nothing 
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -100,6 +101,13 @@ class SchedulerSide:
         if leg.settled if is_receive else not leg.ordered:
             self._forget(request.request_id)
         return leg.ordered and not is_receive, None
+
+    def close(self, request_ids: Iterable[str]) -> None:
+        """End the transfers of finished requests that their consumers have not acknowledged. Idempotent."""
+        for request_id in request_ids:
+            leg = self._legs.get(request_id)
+            if leg is not None and leg.finished and leg.ticket.side is TransferSide.SEND:
+                self._next.cancelled_sends.append((leg.ticket.key, CloseReason.ABORTED))
 
     # ---- decode: what can be loaded -------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ decision about transfers.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import vllm
@@ -201,7 +202,7 @@ class WorkerSide:
         results = KVConnectorTransferResults()
         for report in io.take_reports():
             self._open -= 1
-            self._records.append(report.record)
+            self._records.append(replace(report.record, transport=self._settings.transport))
             if isinstance(report, ReportSent):
                 results.finished_sending.add(report.request_id)
             else:

@@ -25,6 +25,7 @@ INTER_TOKEN_BUCKETS_S = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5
 REQUEST_BUCKETS_S = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960, 1920, 7680)
 """the three above are vLLM's, so that quantiles of router and engine line up"""
 QUEUE_WAIT_BUCKETS_S = (0.0001, 0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 80, 160, 640)
+ABORT_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0)
 TRANSFER_BUCKETS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 120)
 
 
@@ -85,7 +86,7 @@ class Metrics:
         self._workers = Gauge("pdserve_workers", "Workers by role and state.", ("role", "state"), registry=registry)
         self._retries = Counter("pdserve_retries", "Attempts after the first, by what failed.", ("reason",), registry=registry)
         self._shed = Counter("pdserve_shed", "Requests refused for want of room.", ("reason",), registry=registry)
-        self._aborts = Counter("pdserve_aborts", "Abort calls to agents.", ("outcome",), registry=registry)
+        self._ends = _Ends(registry)
         self._transfer = cache(Counter("pdserve_kv_transfers", "Ended transfers, by side.", ("side", "outcome"), registry=registry).labels)
         self._transfer_bytes = Counter("pdserve_kv_transfer_bytes", "KV bytes that landed.", registry=registry)
         self._transfer_tokens = Counter("pdserve_kv_transfer_tokens", "Prompt tokens whose KV landed.", registry=registry)
@@ -157,7 +158,7 @@ class Metrics:
 
     def record_abort(self, outcome: str) -> None:
         """One abort call ended: ``done`` or ``failed``."""
-        self._aborts.labels(outcome).inc()
+        self._ends.calls.labels(outcome).inc()
 
     def observe(self, receipt: Receipt) -> None:
         """Count one finished request."""
@@ -167,6 +168,7 @@ class Metrics:
             self._shed.labels(receipt.reason).inc()
         if receipt.route != CANARY_ROUTE:
             self._observe_latency(receipt, path)
+        self._ends.observe(receipt)
         if receipt.transfer_id is not None:
             for record in (receipt.send, receipt.receive):
                 self._observe_transfer(record, is_due=receipt.outcome == "finished")
@@ -192,6 +194,31 @@ class Metrics:
             self._transfer_bytes.inc(record.bytes_moved)
             self._transfer_tokens.inc(record.tokens_moved)
             self._transfer_s.observe(record.transfer_s)
+
+
+class _Ends:
+    """Series about legs that did not end by themselves."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self.calls = Counter("pdserve_aborts", "Abort calls to agents.", ("outcome",), registry=registry)
+        self._resumes = Counter("pdserve_resumed_streams", "Times that a stream went on elsewhere.", ("outcome",), registry=registry)
+        self._abort = _histograms(
+            registry, "pdserve_abort_seconds", "From a client's departure to what an agent confirmed.", "until", ABORT_BUCKETS_S
+        )
+        self._unconfirmed = Counter("pdserve_aborts_unconfirmed", "Aborts that no agent confirmed.", ("until",), registry=registry)
+
+    def observe(self, receipt: Receipt) -> None:
+        if receipt.resumed_at:
+            self._resumes.labels(receipt.outcome).inc(len(receipt.resumed_at))
+        for abort in receipt.aborts:
+            self._observe("acknowledged", abort.acknowledged_s)
+            self._observe("blocks_free", abort.blocks_free_s)
+
+    def _observe(self, until: str, duration_s: float | None) -> None:
+        if duration_s is None:
+            self._unconfirmed.labels(until).inc()
+        else:
+            self._abort(until).observe(duration_s)
 
 
 def _histograms(registry: CollectorRegistry, name: str, text: str, label: str, buckets_s: tuple[float, ...]) -> Callable[[str], Histogram]:

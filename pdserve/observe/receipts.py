@@ -6,6 +6,7 @@ Owns a bounded ring. Knows not how a receipt comes about.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice
 
 import structlog
 
@@ -33,10 +34,13 @@ class ReceiptBook:
             observer(receipt)
         self._ring.append(replace(receipt, inter_token_s=()) if receipt.inter_token_s else receipt)
 
-    def last(self, limit: int) -> tuple[Receipt, ...]:
-        """Return at most `limit` receipts, newest first."""
-        newest_first = tuple(reversed(self._ring))
-        return newest_first[: max(0, limit)]
+    def last(self, limit: int, matches: Callable[[Receipt], bool] = lambda _receipt: True) -> tuple[Receipt, ...]:
+        """Return at most `limit` receipts that match, newest first."""
+        return tuple(islice(filter(matches, reversed(self._ring)), max(0, limit)))
+
+    def find(self, known_as: str) -> Receipt | None:
+        """Return the newest receipt of this id: the request's own, the client's word for it, or its transfer's."""
+        return next(iter(self.last(1, lambda r: known_as in (r.request_id, r.client_request_id, r.transfer_id))), None)
 
 
 class ReceiptLog:

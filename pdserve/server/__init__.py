@@ -8,6 +8,7 @@ The life of a request, by module:
     handoff uses   admission  a pair leased, or a wait, or a refusal       legs       the two bodies
                    upstream   one HTTP exchange with an engine             frames     the decode stream, frame by frame
                    reply      what the client sees, and whether it is there
+                   resume     a broken stream's rest from elsewhere
                    aborts     ends what is left on the engines             draft      the facts, until they are a receipt
     records    joins the agents' transfer records to the facts  ──►  one receipt, to metrics, log and ring
 

@@ -2,18 +2,20 @@
 
 import hmac
 from dataclasses import asdict
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
-from fastapi import FastAPI, Request, Response
+from fastapi import FastAPI, Query, Request, Response
+from fastapi.exceptions import RequestValidationError
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pdserve import __version__
 from pdserve.errors import PdserveError
+from pdserve.observe.receipts import KEPT
 from pdserve.server.app import add_error_shape, error_response
 from pdserve.server.auth import Auth
-from pdserve.server.draft import has_moved
 from pdserve.server.errors import to_http
+from pdserve.server.features import has_moved
 from pdserve.server.keys import Scope as KeyScope
 from pdserve.server.router import Router
 from pdserve.server.upstream import SECRET_HEADER
@@ -82,15 +84,42 @@ def create_admin_app(router: Router, secret: str) -> FastAPI:
             return error_response(502, f"a token came, but decode computed the prompt itself: {executed}", "canary_failed")
         return _json(receipt)
 
-    @app.get("/admin/v1/receipts")
-    async def receipts(limit: int = DEFAULT_RECEIPTS) -> Response:
-        return _json({"receipts": router.receipts.last(limit)})
+    @app.exception_handler(RequestValidationError)
+    async def bad_argument(_request: Request, error: RequestValidationError) -> Response:
+        first = error.errors()[0]
+        field = str(first["loc"][-1])
+        return error_response(400, f"{field}: {first['msg'].lower()}", "invalid_value", param=field)
+
+    _add_receipts(app, router)
 
     @app.get("/admin/v1/status")
     async def status() -> Response:
         return _json(_status(router))
 
     return app
+
+
+def _add_receipts(app: FastAPI, router: Router) -> None:
+    @app.get("/admin/v1/receipts")
+    async def receipts(
+        limit: Annotated[int, Query(ge=0, le=KEPT)] = DEFAULT_RECEIPTS,
+        outcome: str | None = None,
+        path: str | None = None,
+        reason: str | None = None,
+    ) -> Response:
+        """Return the last receipts, newest first; of one outcome, path or reason if given."""
+        wanted = [(name, value) for name, value in (("outcome", outcome), ("path", path), ("reason", reason)) if value is not None]
+        return _json({"receipts": router.receipts.last(limit, lambda r: all(getattr(r, name) == value for name, value in wanted))})
+
+    @app.get("/admin/v1/receipts/{known_as}")
+    async def receipt(known_as: str) -> Response:
+        """Return one receipt, by the request's id, the client's word for it, or the transfer's id."""
+        found = router.receipts.find(known_as)
+        if found is None:
+            return error_response(
+                404, f"no such receipt among the last {KEPT}; one appears when its transfer's records are in", "not_found"
+            )
+        return _json(found)
 
 
 def _status(router: Router) -> dict[str, Any]:

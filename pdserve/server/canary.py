@@ -26,6 +26,7 @@ def canary_request(worker: WorkerSnapshot) -> ClientRequest:
         route=Route.COMPLETIONS,
         body=body,
         model=worker.model,
+        max_model_len=worker.max_model_len,
         stream=False,
         include_usage=False,
         prompt_bytes=0,

@@ -13,7 +13,13 @@ OUTPUT_FIELDS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
 """what limits the answer, by the names of all routes"""
 _CONVERSATION_FIELDS = ("messages", "input")
 _SYSTEM_FIELDS = ("system", "instructions")
-_COUNTED = (("messages", "max_messages"), ("input", "max_messages"), ("tools", "max_tools"), ("functions", "max_tools"))
+_COUNTED = (
+    ("messages", "max_messages"),
+    ("input", "max_messages"),
+    ("previous_input_messages", "max_messages"),
+    ("tools", "max_tools"),
+    ("functions", "max_tools"),
+)
 _STOP_FIELDS = ("stop", "stop_sequences")
 _NO_MEDIA_PARTS = frozenset({"text", "input_text", "output_text", "refusal", "thinking", "tool_use", "function_call"})
 """parts that engines fetch nothing for; what a tool was called with may well look like an address"""
@@ -51,13 +57,13 @@ def check_caps(raw: bytes, body: Mapping[str, Any], caps: Caps) -> None:
         _check_media(body)
 
 
-def with_output_limit(body: Mapping[str, Any], default_field: str | None, most: int | None) -> Mapping[str, Any]:
+def with_output_limit(body: Mapping[str, Any], default_field: str | None, most: int) -> Mapping[str, Any]:
     """Return the body with the largest output limit there is, if it names none.
 
     Args:
         default_field: what limits the answer of this route, None where engines have a small limit of their own.
     """
-    if most is None or default_field is None or any(body.get(field) is not None for field in OUTPUT_FIELDS):
+    if default_field is None or any(body.get(field) is not None for field in OUTPUT_FIELDS):
         return body
     return {**body, default_field: most}
 

@@ -9,6 +9,9 @@ from typing import Any
 
 from pdserve.routing.reasons import PathReason, transfer_reason
 from pdserve.routing.slots import Lease
+from pdserve.server import features
+from pdserve.server.aborts import LegAborts
+from pdserve.server.features import Facts, has_moved
 from pdserve.types import CloseReason, Receipt, ServePath, Ticket, TransferRecord
 
 
@@ -19,7 +22,7 @@ class Draft:
         configured: what the deployment is set to, as in `Receipt.configured`.
     """
 
-    def __init__(self, request_id: str, client_request_id: str | None, route: str, started_s: float, configured: Mapping[str, str]) -> None:
+    def __init__(self, request_id: str, client_request_id: str | None, route: str, started_s: float, configured: Facts) -> None:
         self.request_id = request_id
         self.client_request_id = client_request_id
         self.route = route
@@ -38,14 +41,21 @@ class Draft:
         self.decode_worker: str | None = None
         self.ticket: Ticket | None = None
         self.attempts = 0
+        self.resume_hindrance: str | None = None
+        """why its stream would not be taken up again if it broke"""
+        self.resumed_at: list[int] = []
+        """tokens that the client had, each time that its stream was taken up again"""
         self.queue_wait_s = 0.0
         self.usage: Mapping[str, Any] = {}
         """counts of the answer, by the receipt's names"""
         self.status = 0
         self.outcome = ""
+        self.aborts = LegAborts()
         self.receipt_made: asyncio.Future[Receipt] | None = None
         """set by whoever wants to wait for the receipt"""
         self._ended_s = started_s
+        self.is_answering = False
+        """data of the present attempt arrived"""
         self._first_data_s: float | None = None
         self._last_data_s = 0.0
         self._gaps_s: list[float] = []
@@ -53,15 +63,16 @@ class Draft:
     def leased(self, lease: Lease) -> None:
         """One more attempt begins, on this pair."""
         self.attempts += 1
+        self.is_answering = False
         self.path, self.reason = lease.path, lease.reason
         self.prefill_worker = None if lease.prefill is None else lease.prefill.worker_id
         self.decode_worker = lease.decode.worker_id
         self.ticket = None
 
     def data(self, now_s: float) -> bool:
-        """Note that data of the answer arrived; several events in one read are one arrival. Returns True for the first."""
-        is_first = self._first_data_s is None
-        if is_first:
+        """Note that data of the answer arrived; several events in one read are one arrival. Returns True for the first of an attempt."""
+        is_first, self.is_answering = not self.is_answering, True
+        if self._first_data_s is None:
             self._first_data_s = now_s
         else:
             self._gaps_s.append(now_s - self._last_data_s)
@@ -97,12 +108,14 @@ class Draft:
             prompt_tokens=self.usage.get("prompt_tokens"),
             completion_tokens=self.usage.get("completion_tokens"),
             cached_tokens=self.usage.get("cached_tokens"),
+            aborts=tuple(self.aborts.ended),
+            resumed_at=tuple(self.resumed_at),
             inter_token_s=tuple(self._gaps_s),
             send=send,
             receive=receive,
             configured=self.configured,
-            eligible={} if self.path is ServePath.NONE else {"disaggregation": self._eligible},
-            executed=_executed(self.ticket, self.path, self.reason, send, receive),
+            eligible=self._eligible(),
+            executed=self._executed(send, receive),
         )
 
     @property
@@ -117,9 +130,22 @@ class Draft:
             return None
         return self._first_data_s - self.started_s - self.queue_wait_s
 
-    @property
-    def _eligible(self) -> str:
-        return "yes" if self.local_reason is None else f"no: {self.local_reason.value}"
+    def _eligible(self) -> Facts:
+        if self.path is ServePath.NONE:
+            return {}
+        eligible = features.eligible(self.local_reason)
+        if "resume" in self.configured:
+            return {**eligible, "resume": features.yes_unless(self.resume_hindrance)}
+        return eligible
+
+    def _executed(self, send: TransferRecord | None, receive: TransferRecord | None) -> Facts:
+        if self.ticket is None:
+            executed = features.executed_locally(self.path, self.reason, self.usage.get("cached_tokens"))
+        else:
+            executed = features.executed(send, receive)
+        if self.resumed_at:
+            executed["resume"] = f"after {', '.join(map(str, self.resumed_at))} tokens"
+        return executed
 
     def _executed_path(self, receive: TransferRecord | None) -> tuple[ServePath, PathReason]:
         """Return the path that was really taken: decode computes the prompt itself when the transfer brought nothing."""
@@ -132,26 +158,3 @@ class Draft:
         if receive.outcome in (CloseReason.LANDED, CloseReason.RELEASED):
             return ServePath.LOCAL, PathReason.TRANSFER_NOTHING_TO_MOVE
         return ServePath.LOCAL, transfer_reason(receive.outcome)
-
-
-def has_moved(receive: TransferRecord) -> bool:
-    """Say whether the receiving side's record proves that KV arrived."""
-    return receive.outcome is CloseReason.LANDED and receive.tokens_moved > 0
-
-
-def _executed(
-    ticket: Ticket | None, path: ServePath, reason: PathReason, send: TransferRecord | None, receive: TransferRecord | None
-) -> dict[str, str]:
-    """Return what the records prove; a record that never came proves nothing, which is a value of its own."""
-    if ticket is None:
-        return {"disaggregation": f"no: {reason.value}" if path is ServePath.LOCAL else "no: never started"}
-    if receive is None:
-        return {"disaggregation": "unknown: no record"}
-    executed = {
-        "disaggregation": "yes" if has_moved(receive) else f"no: {receive.outcome.value}",
-        "prefix_reuse": f"decode {receive.tokens_reused} tokens",
-    }
-    if send is not None:
-        executed["prefix_reuse"] += f", prefill {send.tokens_reused} tokens"
-        executed["layer_wise_push"] = f"{send.bytes_before_forward_end} of {send.bytes_moved} bytes before the forward pass ended"
-    return executed

@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from pdserve.server.api.dialect import Dialect
+from pdserve.server.api.dialects import DIALECTS
 from pdserve.server.api.request import ClientRequest, Route
 from pdserve.server.caps import Caps, check_caps, with_output_limit
 from pdserve.server.draft import Draft
@@ -38,9 +40,13 @@ class Edge:
         self._salts = salts
         self._tokens = tokens
 
-    def meter(self, key: ApiKey | None) -> Meter:
-        """Return what measures a request under this key."""
-        return Meter(None, None) if key is None else self._limits.meter(key.name, key.requests_per_minute, key.tokens_per_minute)
+    def meter(self, key: ApiKey | None, dialect: Dialect) -> Meter:
+        """Return what measures a request under this key, and tells its client in the way of this API."""
+        if key is None:
+            return Meter(None, None)
+        return self._limits.meter(
+            key.name, key.requests_per_minute, key.tokens_per_minute, speaks_anthropic=dialect is DIALECTS[Route.MESSAGES]
+        )
 
     def enter(self, meter: Meter) -> None:
         """Count the request. Raises `RateLimited`."""
@@ -48,8 +54,12 @@ class Edge:
 
     def admit(self, request: ClientRequest, raw: bytes, tenant: str, meter: Meter) -> ClientRequest:
         """Return the request as it may be served. Raises `RequestError`, `RateLimited`."""
-        self.check(raw, request.body)
-        body = with_output_limit(request.body, _OUTPUT_FIELDS.get(request.route), self._caps.max_output_tokens)
+        body = request.body
+        self.check(raw, body)
+        most = self._caps.max_output_tokens
+        if most is not None:
+            # An engine refuses a limit beyond the model's length, and takes that length for none.
+            body = with_output_limit(body, _OUTPUT_FIELDS.get(request.route), min(most, request.max_model_len))
         if self._salts is not None:
             body = self._salts.salted(body, tenant)
         admitted = request if body is request.body else replace(request, body=body)

@@ -55,6 +55,8 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.content_type = ""
         self.can_be_reused = False
         """the last exchange ended whole and the engine keeps the connection"""
+        self.has_ended = False
+        """the last exchange's answer came to its end"""
         self.exchanges = 0
         self.idle_since_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -85,6 +87,7 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.state = State.HEAD
         self.exchanges += 1
         self.can_be_reused = False
+        self.has_ended = False
         self._is_untouched = True
         self._is_until_close = True
         self._head_bytes = 0
@@ -158,7 +161,10 @@ class EngineConnection(asyncio.BufferedProtocol):
             return
         if self.state is State.HEAD and self._head_bytes > MAX_HEAD_BYTES:
             self._fail("head", "an endless head")
-        elif self.buffered_bytes >= MAX_BUFFERED_BYTES and not self._is_paused and self._transport is not None:
+            return
+        if self.state is not State.HEAD:
+            self._wake()
+        if self.buffered_bytes >= MAX_BUFFERED_BYTES and not self._is_paused and self._transport is not None:
             self._is_paused = True
             self._transport.pause_reading()
 
@@ -185,7 +191,6 @@ class EngineConnection(asyncio.BufferedProtocol):
         self.status = self._parser.get_status_code()
         if self.status >= 200:
             self.state = State.BODY
-            self._wake()
 
     def on_body(self, body: bytes) -> None:
         if self.state is not State.BODY:
@@ -194,7 +199,6 @@ class EngineConnection(asyncio.BufferedProtocol):
             self._end_first_byte_limit()
         self._chunks.append(body)
         self.buffered_bytes += len(body)
-        self._wake()
 
     def on_message_complete(self) -> None:
         if self.state is State.BODY and self._parser is not None:
@@ -203,9 +207,9 @@ class EngineConnection(asyncio.BufferedProtocol):
     def _end(self, *, keep: bool) -> None:
         self._stop_timer()
         self.can_be_reused = keep
+        self.has_ended = True
         self.state = State.IDLE
         self.idle_since_s = self._loop.time()
-        self._wake()
         if not keep and self._transport is not None:
             self._transport.close()
 

@@ -28,6 +28,7 @@ from pdserve.server.errors import is_retryable
 from pdserve.server.records import Records
 from pdserve.server.relay import PrefillTask, Relay, prompt_counts_of
 from pdserve.server.reply import Reply
+from pdserve.server.resume import Resumption
 from pdserve.types import CloseReason, Ticket, WorkerSnapshot
 
 ERROR_BODY_BYTES = 64 << 10
@@ -64,6 +65,8 @@ class Attempt:
     """None on the local path, and so is the next"""
     prefill_body: bytes | None
     decode_body: bytes
+    resumption: Resumption | None = None
+    """of a stream that may be taken up again if this attempt breaks"""
 
 
 class Exchange:
@@ -105,9 +108,9 @@ class Exchange:
                 self._records.expect(attempt.ticket, lease.prefill, lease.decode, partial(self._admission.received, lease))
                 await self._both_legs(attempt, lease.prefill, attempt.prefill_body)
         except BaseException as error:
-            self._abort(lease.decode, attempt.leg_id, error)
+            self._abort(lease.decode, attempt, error)
             if lease.prefill is not None:
-                self._abort(lease.prefill, attempt.leg_id, error)
+                self._abort(lease.prefill, attempt, error)
             raise
 
     async def _both_legs(self, attempt: Attempt, prefill_worker: WorkerSnapshot, prefill_body: bytes) -> None:
@@ -123,7 +126,7 @@ class Exchange:
                 if not prefill.done():
                     await asyncio.wait((prefill,), timeout=LATE_PREFILL_S)
                 if prefill.cancel():
-                    self._aborts.send(prefill_worker.worker_id, prefill_worker.url, (attempt.leg_id,))
+                    self._aborts.send(prefill_worker.worker_id, prefill_worker.url, attempt.leg_id, attempt.draft.aborts)
         except BaseExceptionGroup as group:
             raise group.exceptions[0] from None
 
@@ -152,7 +155,7 @@ class Exchange:
         except (UpstreamError, WorkerLost) as error:
             if isinstance(error, UpstreamError) and not is_retryable(error):
                 await asyncio.sleep(DECODE_VERDICT_S)
-            if attempt.reply.has_data:
+            if attempt.draft.is_answering:
                 return {}
             raise
         finally:
@@ -179,16 +182,26 @@ class Exchange:
         ) as answer:
             if answer.status != 200:
                 raise UpstreamError(worker.worker_id, answer.status, (await answer.read())[:ERROR_BODY_BYTES])
-            relay = Relay(request, attempt.reply, attempt.draft, self._clock, self._records, worker.worker_id, prefill, landing)
+            relay = Relay(
+                request,
+                attempt.reply,
+                attempt.draft,
+                self._clock,
+                self._records,
+                worker.worker_id,
+                prefill,
+                landing,
+                attempt.resumption,
+            )
             if request.stream:
                 await relay.stream(answer)
             else:
                 await relay.whole(answer)
 
-    def _abort(self, worker: WorkerSnapshot, leg_id: str, error: BaseException) -> None:
+    def _abort(self, worker: WorkerSnapshot, attempt: Attempt, error: BaseException) -> None:
         never_connected = isinstance(error, WorkerLost) and error.worker_id == worker.worker_id and error.phase == "connect"
         if not never_connected:
-            self._aborts.send(worker.worker_id, worker.url, (leg_id,))
+            self._aborts.send(worker.worker_id, worker.url, attempt.leg_id, attempt.draft.aborts)
 
 
 def _debug_header(draft: Draft) -> tuple[bytes, bytes]:

@@ -138,15 +138,22 @@ def event_name(raw: bytes) -> str | None:
 
 def event_data(raw: bytes) -> bytes | None:
     """Return an event's data, its lines joined, or None when it has none."""
+    if raw.startswith(b"data: ") and raw.find(b"\n") == len(raw) - 2 and b"\r" not in raw:
+        # One line and the blank one after it, as engines write.
+        return raw[6:-2]
     lines = [line[5:].removeprefix(b" ") for line in _LINE.split(raw) if line.startswith(b"data:")]
     return b"\n".join(lines) if lines else None
 
 
 def event_payload(raw: bytes) -> dict[str, Any] | None:
     """Return an event's data parsed, or None when it is no JSON object."""
-    data = event_data(raw)
+    return json_object(event_data(raw) or b"")
+
+
+def json_object(data: bytes) -> dict[str, Any] | None:
+    """Return data parsed, or None when it is no JSON object."""
     try:
-        payload = orjson.loads(data or b"")
+        payload = orjson.loads(data)
     except orjson.JSONDecodeError:
         return None
     return payload if isinstance(payload, dict) else None

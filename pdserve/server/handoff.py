@@ -9,6 +9,7 @@ failure is retried or becomes a status, after it an error event; never nothing. 
 """
 
 import asyncio
+from collections.abc import Collection
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, replace
 from os import urandom
@@ -23,7 +24,7 @@ from pdserve.routing.slots import Lease
 from pdserve.server.admission import Admission
 from pdserve.server.api.dialect import Dialect
 from pdserve.server.api.dialects import DIALECTS
-from pdserve.server.api.request import ClientRequest
+from pdserve.server.api.request import ClientRequest, Route
 from pdserve.server.demand import Demands
 from pdserve.server.draft import Draft
 from pdserve.server.errors import HttpError, is_retryable, to_http
@@ -31,6 +32,7 @@ from pdserve.server.exchange import Attempt, Exchange
 from pdserve.server.legs import decode_body, prefill_body
 from pdserve.server.records import Records
 from pdserve.server.reply import ClientGone, Presence, Reply, Stopped
+from pdserve.server.resume import Resumption, resume_hindrance
 from pdserve.types import Role, ServePath, Ticket
 
 MAX_ATTEMPTS = 3
@@ -52,6 +54,8 @@ class HandoffSettings:
 
     request_timeout_s: float
     transfer_timeout_s: float
+    resume: Collection[Route]
+    """whose streams are taken up again when their decode worker is lost"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +110,11 @@ class Handoff:
         """Serve one request to its end. Cancellation ends both legs and counts as a client that left."""
         draft.model, draft.stream, draft.local_reason = request.model, request.stream, request.local_reason
         draft.reason = PathReason.LEFT_QUEUE
-        presence = reply.presence()
+        presence = reply.presence(lambda: self._note_left(draft), self._settings.request_timeout_s)
         self._running.add(presence)
         self._is_idle.clear()
         try:
-            async with presence, asyncio.timeout(self._settings.request_timeout_s):
+            async with presence:
                 await self._attempts(request, reply, draft, pair)
             self._demands.learn(request, draft.usage)
         except (ClientGone, asyncio.CancelledError) as error:
@@ -125,6 +129,9 @@ class Handoff:
             self._running.discard(presence)
             if not self._running:
                 self._is_idle.set()
+
+    def _note_left(self, draft: Draft) -> None:
+        draft.aborts.left_s = self._clock.now_s()
 
     async def _fail(self, error: Exception, request: ClientRequest, reply: Reply, draft: Draft) -> None:
         """Give the client its one error."""
@@ -145,6 +152,7 @@ class Handoff:
 
     async def _attempts(self, request: ClientRequest, reply: Reply, draft: Draft, pair: Pair | None) -> None:
         demand = self._demands.of(request, draft)
+        resumption = self._resumption(request, draft)
         failed: WorkerLost | UpstreamError | None = None
         with self._retries.claim() as claim:
             while True:
@@ -154,7 +162,7 @@ class Handoff:
                         draft.queue_wait_s += self._clock.now_s() - waiting_since_s
                         draft.leased(lease)
                         self._metrics.record_reuse(*lease.reuse_tokens)
-                        attempt = self._attempt(request, reply, draft, lease)
+                        attempt = self._attempt(request if resumption is None else resumption.request, reply, draft, lease, resumption)
                         try:
                             await self._exchange.run(attempt)
                         except WorkerLost as error:
@@ -165,10 +173,21 @@ class Handoff:
                     # The client hears what went wrong, not that there is nobody else to try.
                     raise failed or nobody from nobody
                 except (WorkerLost, UpstreamError) as error:
-                    if reply.has_data or pair is not None or not is_retryable(error) or not self._may_retry(claim, draft):
+                    is_lost = reply.has_data and (resumption is None or not resumption.is_possible)
+                    if is_lost or pair is not None or not is_retryable(error) or not self._may_retry(claim, draft):
                         raise
                     failed = error
                 demand = replace(demand, avoid=demand.avoid | self._note_failure(failed, attempt))
+                if reply.has_data and resumption is not None:
+                    resumption.resume()
+                    draft.resumed_at.append(resumption.output_tokens)
+                    demand = replace(demand, prompt_tokens=resumption.prompt_tokens)
+
+    def _resumption(self, request: ClientRequest, draft: Draft) -> Resumption | None:
+        if not self._settings.resume:
+            return None
+        draft.resume_hindrance = resume_hindrance(request, self._settings.resume)
+        return Resumption(request) if draft.resume_hindrance is None else None
 
     def _may_retry(self, claim: RetryClaim, draft: Draft) -> bool:
         """Say whether one more attempt is within the limits; one that is not is counted."""
@@ -177,7 +196,7 @@ class Handoff:
         self._metrics.record_denied_retry("attempts" if draft.attempts >= MAX_ATTEMPTS else "budget")
         return False
 
-    def _attempt(self, request: ClientRequest, reply: Reply, draft: Draft, lease: Lease) -> Attempt:
+    def _attempt(self, request: ClientRequest, reply: Reply, draft: Draft, lease: Lease, resumption: Resumption | None) -> Attempt:
         ticket = draft.ticket = self._mint(lease, draft)
         leg_id = f"{draft.request_id}-{draft.attempts}"
         return Attempt(
@@ -189,6 +208,7 @@ class Handoff:
             ticket=ticket,
             prefill_body=None if ticket is None else prefill_body(request, ticket, leg_id),
             decode_body=decode_body(request, ticket, leg_id),
+            resumption=resumption,
         )
 
     def _hold(self, demand: Demand, pair: Pair | None, *, again: bool) -> AbstractAsyncContextManager[Lease]:

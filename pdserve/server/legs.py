@@ -23,7 +23,7 @@ def prefill_body(request: ClientRequest, ticket: Ticket, leg_id: str) -> bytes:
         leg_id: what both engines call this attempt.
     """
     fields = DIALECTS[request.route].prefill(request.body, leg_id)
-    return _encode({**fields, "kv_transfer_params": ticket.params(TransferSide.SEND)})
+    return _encode({**fields, "kv_transfer_params": {**ticket.params(TransferSide.SEND), **_rendered(request)}})
 
 
 def decode_body(request: ClientRequest, ticket: Ticket | None, leg_id: str) -> bytes:
@@ -33,9 +33,15 @@ def decode_body(request: ClientRequest, ticket: Ticket | None, leg_id: str) -> b
         RequestError: 400, the body is nested deeper than it can be encoded (254 levels).
     """
     fields = DIALECTS[request.route].decode(request, leg_id)
-    if ticket is not None:
-        fields["kv_transfer_params"] = ticket.params(TransferSide.RECEIVE)
+    params = {**({} if ticket is None else ticket.params(TransferSide.RECEIVE)), **_rendered(request)}
+    if params:
+        fields["kv_transfer_params"] = params
     return _encode(fields)
+
+
+def _rendered(request: ClientRequest) -> Mapping[str, Any]:
+    """Return what has an engine take token ids for the prompt (vLLM 0.32 does for chat, without rendering the messages)."""
+    return {} if request.prompt_ids is None else {"prompt_token_ids": request.prompt_ids}
 
 
 def _encode(fields: Mapping[str, Any]) -> bytes:

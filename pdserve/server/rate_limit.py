@@ -4,8 +4,11 @@ A bucket holds a minute's worth and fills evenly. Tokens are reserved by estimat
 that was too low leaves a debt, which the minutes that follow pay. One that is larger than the bucket is let in when the bucket is full.
 """
 
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import ceil
 
 from pdserve.clock import Clock
 from pdserve.errors import RateLimited
@@ -64,20 +67,27 @@ class Meter:
 
     requests: Bucket | None
     tokens: Bucket | None
+    speaks_anthropic: bool = False
+    """its client reads Anthropic's headers"""
     reserved_tokens: int = 0
     is_settled: bool = False
 
 
 class RateLimits:
-    """The limits of all names; one per router."""
+    """The limits of all names; one per router.
 
-    def __init__(self, clock: Clock) -> None:
+    Args:
+        unix_s: the time of day, for clients that are told a point in time.
+    """
+
+    def __init__(self, clock: Clock, unix_s: Callable[[], float] = time.time) -> None:
         self._clock = clock
+        self._unix_s = unix_s
         self._buckets: dict[tuple[str, str], Bucket] = {}
 
-    def meter(self, name: str, requests_per_minute: int | None, tokens_per_minute: int | None) -> Meter:
+    def meter(self, name: str, requests_per_minute: int | None, tokens_per_minute: int | None, *, speaks_anthropic: bool = False) -> Meter:
         """Return the meter of a request that has come, under the limits that its name has now."""
-        return Meter(self._bucket(name, REQUESTS, requests_per_minute), self._bucket(name, TOKENS, tokens_per_minute))
+        return Meter(self._bucket(name, REQUESTS, requests_per_minute), self._bucket(name, TOKENS, tokens_per_minute), speaks_anthropic)
 
     def enter(self, meter: Meter) -> None:
         """Count the request. Raises `RateLimited` (``requests``); one that is refused is not counted."""
@@ -99,18 +109,22 @@ class RateLimits:
         meter.is_settled = True
 
     def headers(self, meter: Meter) -> list[tuple[bytes, bytes]]:
-        """Return OpenAI's headers for what is limited: the limit, what is left, and when all of it is there again."""
+        """Return headers for what is limited, by the names that the client reads: the limit, what is left, and when all of it is there again."""
+        if meter.requests is None and meter.tokens is None:
+            return []
         now_s = self._clock.now_s()
-        told: list[tuple[bytes, bytes]] = []
+        told: list[tuple[str, str]] = []
         for kind, bucket in ((REQUESTS, meter.requests), (TOKENS, meter.tokens)):
-            if bucket is not None:
-                values = (
-                    ("limit", str(bucket.per_minute)),
-                    ("remaining", str(max(0, int(bucket.level(now_s) + TOLERANCE_S)))),
-                    ("reset", duration(bucket.wait_s(bucket.per_minute, now_s))),
-                )
-                told += ((f"x-ratelimit-{what}-{kind}".encode(), value.encode()) for what, value in values)
-        return told
+            if bucket is None:
+                continue
+            limit, remaining = str(bucket.per_minute), str(max(0, int(bucket.level(now_s) + TOLERANCE_S)))
+            full_in_s = bucket.wait_s(bucket.per_minute, now_s)
+            values = {"limit": limit, "remaining": remaining, "reset": duration(full_in_s)}
+            told += ((f"x-ratelimit-{what}-{kind}", value) for what, value in values.items())
+            if meter.speaks_anthropic:
+                values["reset"] = point_in_time(self._unix_s() + full_in_s)
+                told += ((f"anthropic-ratelimit-{kind}-{what}", value) for what, value in values.items())
+        return [(name.encode(), value.encode()) for name, value in told]
 
     def keep(self, names: Iterable[str]) -> None:
         """Forget every name but these."""
@@ -144,3 +158,8 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(milliseconds, 60_000)
     text = f"{rest / 1000:.3f}".rstrip("0").rstrip(".") + "s"
     return f"{minutes}m{text}" if minutes else text
+
+
+def point_in_time(unix_s: float) -> str:
+    """Return a time of day as Anthropic writes it, RFC 3339 in UTC, to the next whole second: ``2027-01-01T00:00:00Z``."""
+    return datetime.fromtimestamp(ceil(unix_s), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -13,6 +13,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 
 import structlog
@@ -119,7 +120,10 @@ class Records:
         self._drop(_key(ticket))
 
     def settle(self, draft: Draft) -> None:
-        """Take over the facts of a request that is over, and see that its receipt goes out, once."""
+        """Take over the facts of a request that is over, and see that its receipt goes out, once: after the last abort that it had to make."""
+        if not draft.aborts.is_settled:
+            draft.aborts.when_settled(partial(self.settle, draft))
+            return
         key = None if draft.ticket is None else _key(draft.ticket)
         transfer = None if key is None else self._transfers.get(key)
         if key is None or transfer is None:

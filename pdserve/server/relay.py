@@ -5,7 +5,7 @@ answers, and nothing of retries; what an answer's bytes mean is its dialect's to
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -20,6 +20,7 @@ from pdserve.server.draft import Draft
 from pdserve.server.frames import EventTooLong, Frame, FrameKind, FrameSplitter, data_event, event_name
 from pdserve.server.records import Records
 from pdserve.server.reply import Reply
+from pdserve.server.resume import Resumption
 
 PREFILL_USAGE_S = 1.0
 """longest wait, at the end of an answer, for what prefill says about its cache"""
@@ -37,6 +38,7 @@ class Relay:
         worker_id: the decode worker, for errors.
         prefill: the other leg, None on the local path.
         landing: ends well when the prompt's KV has arrived; nothing reaches the client before. None where decode may recompute.
+        resumption: notes what the client gets, if the stream may be taken up again.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Relay:
         worker_id: str,
         prefill: PrefillTask | None,
         landing: asyncio.Task[None] | None = None,
+        resumption: Resumption | None = None,
     ) -> None:
         self._request = request
         self._dialect = DIALECTS[request.route]
@@ -59,18 +62,42 @@ class Relay:
         self._worker_id = worker_id
         self._prefill = prefill
         self._landing = landing
+        self._resumption = resumption
         self._splitter = FrameSplitter(self._dialect)
         self._held: list[bytes] = []
         """events that say nothing yet, until there is data: an attempt that fails before leaves no trace of itself"""
         self._has_data = False
+        self._has_usage = False
 
     async def stream(self, answer: UpstreamResponse) -> None:
-        """Forward events as they come, until the stream's own end.
+        """Forward events as they come, until the stream's own end, or to an end like it if all was said before the stream broke.
 
         Raises:
             UpstreamError: the engine sent an error event.
             WorkerLost: the stream broke, or ended without a finish and its last event.
         """
+        try:
+            await self._stream(answer)
+        except (UpstreamError, WorkerLost):
+            if self._resumption is None:
+                raise
+            if self._prefill is not None and self._prefill.done():
+                self._resumption.prefilled(await _told_by(self._prefill))
+            if not self._splitter.has_finish:
+                raise
+            await self._end_resumed(self._resumption)
+
+    async def _end_resumed(self, resumption: Resumption) -> None:
+        """Say what the engine would have said after the end of its answer."""
+        events = [self._dialect.stream_end]
+        if not self._has_usage:
+            usage = resumption.usage()
+            self._draft.usage = self._dialect.counts(usage)
+            if self._request.include_usage:
+                events.insert(0, resumption.usage_event(usage))
+        await self._end(events, has_data=False)
+
+    async def _stream(self, answer: UpstreamResponse) -> None:
         if not answer.content_type.startswith("text/event-stream"):
             raise self._lost(f"a stream of type {answer.content_type}")
         chunks = answer.chunks()
@@ -80,11 +107,8 @@ class Relay:
             except EventTooLong as error:
                 raise self._lost(str(error)) from error
             if await self._forward(frames):
-                # Read to the end of the body, or the connection to the engine could not be used again.
-                with suppress(TimeoutError, WorkerLost):
-                    async with asyncio.timeout(TAIL_S):
-                        async for _ in chunks:
-                            pass
+                if not answer.is_whole:
+                    await _read_out(chunks)
                 return
         raise self._lost("the stream ended without its last event")
 
@@ -145,7 +169,7 @@ class Relay:
             return
         if has_data or not self._has_data:
             await self._note_data()
-        await self._reply.events(self._with_held(events))
+        await self._reply.events(self._outgoing(events))
 
     async def _end(self, events: Sequence[bytes], *, has_data: bool) -> None:
         if not self._splitter.has_finish:
@@ -153,11 +177,13 @@ class Relay:
         if has_data or not self._has_data:
             await self._note_data()
         self._draft.end(self._clock.now_s(), 200, "finished")
-        await self._reply.end_events(self._with_held(events))
+        await self._reply.end_events(self._outgoing(events))
 
-    def _with_held(self, events: Sequence[bytes]) -> bytes:
+    def _outgoing(self, events: Sequence[bytes]) -> bytes:
+        """Return events as the client gets them, after those that were held."""
         held, self._held = self._held, []
-        return events[0] if len(events) == 1 and not held else b"".join((*held, *events))
+        outgoing = events[0] if len(events) == 1 and not held else b"".join((*held, *events))
+        return outgoing if self._resumption is None else self._resumption.take(outgoing)
 
     async def _note_data(self) -> None:
         """Date data, before it goes to the client. Raises `LoadFailed` if it may not go."""
@@ -172,6 +198,7 @@ class Relay:
     async def _usage_event(self, frame: Frame) -> list[bytes]:
         """Note the usage; return its event if the client gets one."""
         assert frame.payload is not None
+        self._has_usage = True
         answer = self._dialect.answer(frame.payload)
         is_changed = await self._mend(answer)
         usage = answer.get("usage")
@@ -184,7 +211,10 @@ class Relay:
         """Have an answer say what is true of the whole request, and nothing of how it was made. Returns whether it changed."""
         usage, is_changed = answer.get("usage"), False
         if self._prefill is not None and isinstance(usage, dict) and "cached_tokens" in self._dialect.counts(usage):
-            is_changed = self._dialect.mend(usage, await _told_by(self._prefill))
+            told = await _told_by(self._prefill)
+            is_changed = self._dialect.mend(usage, told if self._resumption is None else self._resumption.prefilled(told))
+        if self._resumption is not None and isinstance(usage, dict):
+            is_changed = self._resumption.mend(usage) or is_changed
         if answer.get("kv_transfer_params") is not None:
             answer["kv_transfer_params"], is_changed = None, True
         return is_changed
@@ -199,6 +229,14 @@ class Relay:
 
     def _lost(self, detail: str) -> WorkerLost:
         return WorkerLost(self._worker_id, "body", detail)
+
+
+async def _read_out(chunks: AsyncIterator[bytes]) -> None:
+    """Read to the end of the body, or the connection to the engine could not be used again."""
+    with suppress(TimeoutError, WorkerLost):
+        async with asyncio.timeout(TAIL_S):
+            async for _ in chunks:
+                pass
 
 
 async def _told_by(prefill: PrefillTask) -> Mapping[str, int]:

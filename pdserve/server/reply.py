@@ -77,9 +77,9 @@ class Reply:
         self._timer: asyncio.TimerHandle | None = None
         self._comment: asyncio.Task[None] | None = None
 
-    def presence(self) -> "Presence":
-        """Return a scope that lasts as long as the client is there."""
-        return Presence(self, self._receive, self._departures)
+    def presence(self, on_left: Callable[[], None] = lambda: None, limit_s: float | None = None) -> "Presence":
+        """Return a scope that lasts as long as the client is there, `limit_s` seconds at most; `on_left` is called when it is seen to have left."""
+        return Presence(self, self._receive, self._departures, on_left, limit_s)
 
     def keep_alive(self, pause_s: float) -> None:
         """From now on send a comment every `pause_s` seconds, until there is data or the client's presence ends. Idempotent; 0 sends none."""
@@ -160,24 +160,32 @@ class Reply:
 
 
 class Presence:
-    """Runs its block as long as the client is there: like `asyncio.timeout`, with the client's departure in place of time.
+    """Runs its block as long as the client is there, and time is left: like `asyncio.timeout`, with the client's departure as a second end.
 
-    Leaving the block raises `ClientGone` if the client left, `Stopped` if `stop` was called. Any other way out passes unchanged.
+    Leaving the block raises `ClientGone` if the client left, `Stopped` if `stop` was called, `TimeoutError` if the time is over, whichever came
+    first. Any other way out passes unchanged.
     """
 
-    def __init__(self, reply: Reply, receive: Receive, departures: "Departures | None") -> None:
+    def __init__(
+        self, reply: Reply, receive: Receive, departures: "Departures | None", on_left: Callable[[], None], limit_s: float | None
+    ) -> None:
         self._reply = reply
         self._receive = receive
         self._departures = departures
+        self._on_left = on_left
+        self._limit_s = limit_s
+        self._timer: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[object] | None = None
         self._watch: asyncio.Task[None] | None = None
         self._cancelling = 0
-        self._cause: type[ClientGone] | type[Stopped] | None = None
+        self._cause: type[ClientGone] | type[Stopped] | type[TimeoutError] | None = None
 
     async def __aenter__(self) -> "Presence":
         self._task = asyncio.current_task()
         assert self._task is not None
         self._cancelling = self._task.cancelling()
+        if self._limit_s is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._limit_s, self._end, TimeoutError)
         if self._departures is None:
             self._watch = asyncio.create_task(self._until_gone())
         elif self._departures.is_over:
@@ -192,6 +200,8 @@ class Presence:
         assert task is not None
         if watch is not None:
             watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self._departures is not None:
             self._departures.callbacks.discard(self._gone)
         self._reply.end_keep_alive()
@@ -213,7 +223,9 @@ class Presence:
         if not self._reply.is_ended:
             self._end(ClientGone)
 
-    def _end(self, cause: type[ClientGone] | type[Stopped]) -> None:
+    def _end(self, cause: type[ClientGone] | type[Stopped] | type[TimeoutError]) -> None:
         if self._task is not None and self._cause is None:
             self._cause = cause
+            if cause is ClientGone:
+                self._on_left()
             self._task.cancel()

@@ -45,6 +45,7 @@ from pdserve.server.draft import Draft
 from pdserve.server.edge import Edge
 from pdserve.server.errors import to_http
 from pdserve.server.exchange import Exchange, LegSettings
+from pdserve.server.features import configured
 from pdserve.server.gate import key_of
 from pdserve.server.handoff import Handoff, HandoffSettings, Pair, send_error
 from pdserve.server.keys import KeyRing
@@ -52,6 +53,7 @@ from pdserve.server.questions import Questions
 from pdserve.server.rate_limit import RateLimits
 from pdserve.server.records import Records
 from pdserve.server.reply import ClientGone, Departures, Reply, Stopped
+from pdserve.server.resume import resumable_routes
 from pdserve.server.salts import TenantSalts
 from pdserve.types import FleetSnapshot, Receipt, Role
 
@@ -86,7 +88,7 @@ class Router:
         settings = config.router
         self._settings = settings
         self._clock = clock
-        self._configured = {"disaggregation": settings.disaggregation, "transport": config.kv.transport, "digest": config.kv.digest}
+        self._configured = configured(config)
         self._is_stopping = False
         self._log = structlog.get_logger().bind()
         self.metrics = Metrics(registry, __version__)
@@ -101,7 +103,7 @@ class Router:
         self._edge = Edge(_caps(config), self._limits, salts, demands.tokens)
         self._admission = Admission(self.pool, self.metrics.record_breaker_opened)
         self._records = Records(agent, self.receipts, clock)
-        self._aborts = Aborts(agent, self.metrics)
+        self._aborts = Aborts(agent, clock, self.metrics)
         self._questions = Questions(self.pool, engines, settings.first_byte_timeout_s)
         exchange = Exchange(
             LegSettings(
@@ -118,7 +120,7 @@ class Router:
             self._aborts,
         )
         self._handoff = Handoff(
-            HandoffSettings(request_timeout_s=settings.request_timeout_s, transfer_timeout_s=config.kv.transfer_timeout_s),
+            HandoffSettings(settings.request_timeout_s, config.kv.transfer_timeout_s, _resumable(config)),
             clock,
             self._admission,
             exchange,
@@ -177,7 +179,7 @@ class Router:
         draft.session = next((v.decode("latin-1") for name, v in headers if name == SESSION_HEADER), "")
         key = key_of(scope)
         draft.tenant = "" if key is None else key.name
-        meter = self._edge.meter(key)
+        meter = self._edge.meter(key, dialect)
         reply = Reply(receive, send, client_id or request_id, scope.get(Departures.SCOPE_KEY))
         try:
             self._edge.enter(meter)
@@ -296,6 +298,11 @@ def _limits(settings: RouterConfig, allowance: Allowance | None) -> PoolLimits:
 
 def _policy(settings: RouterConfig) -> Policy:
     return Policy(settings.disaggregation, settings.local_below_tokens, settings.local_prefix_share)
+
+
+def _resumable(config: Config) -> frozenset[Route]:
+    has_reasoning_parser = any(argument.startswith("--reasoning-parser") for argument in config.engine.extra_args)
+    return resumable_routes(has_reasoning_parser=has_reasoning_parser) if config.router.resume else frozenset()
 
 
 def _count_verdicts(pool: Pool, verdict: Verdict) -> int:

@@ -123,15 +123,11 @@ class EngineClient:
         self._sweeper = loop.call_later(KEEP_ALIVE_S, self._sweep) if self._idle else None
 
     def _head(self, url: str, path: str, body: bytes, headers: Mapping[str, str]) -> bytes:
-        lines = [
-            f"POST {path} HTTP/1.1",
-            f"host: {url.removeprefix('http://')}",
-            f"{SECRET_HEADER}: {self._secret}",
-            "content-type: application/json",
-            f"content-length: {len(body)}",
-            *(f"{name}: {value}" for name, value in headers.items()),
-        ]
-        return ("\r\n".join(lines) + "\r\n\r\n").encode("latin-1")
+        more = "".join([f"{name}: {value}\r\n" for name, value in headers.items()])
+        return (
+            f"POST {path} HTTP/1.1\r\nhost: {url.removeprefix('http://')}\r\n{SECRET_HEADER}: {self._secret}\r\n"
+            f"content-type: application/json\r\ncontent-length: {len(body)}\r\n{more}\r\n"
+        ).encode("latin-1")
 
 
 class _Exchange:
@@ -192,6 +188,10 @@ class _Answer:
         self._connection = connection
         self.status = connection.status
         self.content_type = connection.content_type
+
+    @property
+    def is_whole(self) -> bool:
+        return self._connection.has_ended
 
     async def read(self) -> bytes:
         chunks = [chunk async for chunk in self.chunks()]

@@ -133,7 +133,14 @@ class FakeWorker:
         self.paths: set[str] = set()
         """all that were ever asked for"""
         self.aborts: list[str] = []
-        """request ids, in the order the agent was told"""
+        """request ids, in the order the agent was told; one that it said is held is told again"""
+        self.aborted_s: dict[str, float] = {}
+        """when the agent first answered that a request is aborted, on the event loop's clock"""
+        self.abort_calls = 0
+        self.abort_delay_s = 0.0
+        """an engine step, before the agent answers"""
+        self.held: set[str] = set()
+        """requests whose blocks the agent says are kept"""
         self.records: list[TransferRecord] = []
         self.record_calls = 0
         self._clients: set[object] = set()
@@ -255,6 +262,7 @@ class FakeWorker:
                 bytes_moved=moved * KV_BYTES_PER_TOKEN,
                 bytes_before_forward_end=moved * KV_BYTES_PER_TOKEN // 2,
                 transfer_s=0.001,
+                transport="tcp",
             )
         )
 
@@ -266,8 +274,14 @@ class FakeWorker:
 
     async def _post_abort(self, request: web.Request) -> web.Response:
         ids: list[str] = orjson.loads(await request.read())["request_ids"]
+        self.abort_calls += 1
         self.aborts.extend(ids)
-        report = AbortReport(aborted=len(ids), blocks_free_before=0, blocks_free_after=0, elapsed_s=0.0)
+        await asyncio.sleep(self.abort_delay_s)
+        now_s = asyncio.get_running_loop().time()
+        for request_id in ids:
+            self.aborted_s.setdefault(request_id, now_s)
+        held = tuple(request_id for request_id in ids if request_id in self.held)
+        report = AbortReport(len(ids), blocks_free_before=0, blocks_free_after=0, elapsed_s=self.abort_delay_s, held=held)
         return web.Response(body=msgspec.json.encode(report), content_type="application/json")
 
 
@@ -284,6 +298,8 @@ class _Answer:
     script: Script
     is_whole: bool = True
     _tokens: list[str] = field(default_factory=list)
+    _given: int = 0
+    """tokens of the answer that came with the prompt"""
 
     async def send(self, transferred: Transferred) -> web.StreamResponse:
         script, body = self.script, self.leg.body
@@ -292,9 +308,10 @@ class _Answer:
             content = script.body or orjson.dumps(self._form.error(script.status, f"scripted {script.status}"))
             return web.Response(body=content, status=script.status, content_type="application/json")
         await self._strike(Phase.BEFORE_HEAD)
+        self._given = wire.given_tokens(body, script.prompt_tokens)
         limits = (body.get(name) for name in ("max_completion_tokens", "max_tokens", "max_output_tokens"))
         limit = next((limit for limit in limits if limit), len(script.tokens))
-        self._tokens = list(script.tokens[:limit])
+        self._tokens = list(script.tokens[self._given : self._given + limit])
         return await (self._stream(transferred) if body.get("stream") else self._whole(transferred))
 
     @property
@@ -303,14 +320,14 @@ class _Answer:
 
     @property
     def _finish_reason(self) -> str | None:
-        return self.script.finish_reason if len(self._tokens) == len(self.script.tokens) else "length"
+        return self.script.finish_reason if self._given + len(self._tokens) == len(self.script.tokens) else "length"
 
     def _counts(self) -> dict[str, Any]:
         is_receiving = self.leg.side is TransferSide.RECEIVE
         cached = self.script.cached_tokens
         if is_receiving and cached is not None:
-            cached = self.script.prompt_tokens
-        return self._form.usage(self.script.prompt_tokens, len(self._tokens), cached)
+            cached = self.script.prompt_tokens + self._given
+        return self._form.usage(self.script.prompt_tokens + self._given, len(self._tokens), cached)
 
     async def _whole(self, transferred: Transferred) -> web.StreamResponse:
         await transferred()
@@ -344,6 +361,8 @@ class _Answer:
         has_usage = form.END != wire.DONE or (self.leg.body.get("stream_options") or {}).get("include_usage")
         counts = self._counts() if has_usage else {}
         events = form.events(leg_id, tokens=self._tokens, finish_reason=self._finish_reason, counts=counts)
+        if self.leg.body.get("return_token_ids"):
+            events = wire.with_token_ids(events, range(self.script.prompt_tokens), self._given)
         for index, event in enumerate(events):
             if index == self.script.fault_after and await self._strike(Phase.AFTER_TOKENS, response):
                 return response

@@ -68,5 +68,42 @@ def events(
     return sent
 
 
+def with_token_ids(events: Sequence[bytes], prompt_ids: Sequence[int], first: int) -> list[bytes]:
+    """Return a stream's events as an engine sends them that was asked for token ids.
+
+    Args:
+        events: the role (chat only), one event per token, the usage if any.
+        prompt_ids: of the prompt; they come with the first event.
+        first: which token of the whole answer the first one is; its id is `token_id(first)`.
+    """
+    told: list[bytes] = []
+    for number, raw in enumerate(events):
+        payload = orjson.loads(raw.removeprefix(b"data: "))
+        for choice in payload["choices"]:
+            is_role = "role" in choice.get("delta", ())
+            if not is_role:
+                choice["token_ids"] = [token_id(first)]
+                first += 1
+            place = payload if "delta" in choice else choice
+            place["prompt_token_ids"] = None if number else list(prompt_ids)
+        told.append(event(payload))
+    return told
+
+
+def given_tokens(body: Mapping[str, Any], prompt_tokens: int) -> int:
+    """Return how much of an answer a leg's prompt of token ids holds. Raises AssertionError if they are not those that an earlier leg was told."""
+    prompt_ids = (body.get("kv_transfer_params") or {}).get("prompt_token_ids") or body.get("prompt")
+    if not body.get("return_token_ids") or not isinstance(prompt_ids, list):
+        return 0
+    given = len(prompt_ids) - prompt_tokens
+    assert prompt_ids == [*range(prompt_tokens), *map(token_id, range(given))], prompt_ids
+    return given
+
+
+def token_id(index: int) -> int:
+    """Return the id of an answer's token."""
+    return 1000 + index
+
+
 def _answer_id(request_id: str, *, is_chat: bool) -> str:
     return f"{'chatcmpl' if is_chat else 'cmpl'}-{request_id}"

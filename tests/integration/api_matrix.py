@@ -176,3 +176,5 @@ REFUSED_BY_DECODE = [
 ]
 """prefill is not told what is wrong with these, and computes their prompt"""
 MATRIX = [*ENDS, *SAMPLING, *PROMPTS, *SHAPES, *LOCAL, *REFUSED]
+BRIEF = [*ENDS, *MATRIX[len(ENDS) :: 4]]
+"""what there is time for on every change: all ends, and every fourth of the rest"""

@@ -1,18 +1,18 @@
 """What clients get through two engines is what one engine would have given: over every field that tokens, their end or their count depend on."""
 
-import secrets
 from collections.abc import Iterator
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
-from api_answers import COMPLETIONS, ask, same
-from api_matrix import MATRIX, REFUSED, REFUSED_BY_DECODE, Case
+from api_answers import CHAT, COMPLETIONS, MESSAGES, RESPONSES, ask
+from api_matrix import BASE, BRIEF, MATRIX, REFUSED_BY_DECODE, Case
+from api_parity import all_equal, differences
 from engine_requests import MODEL, tokens
 from engines import Pair
 from serving import Router, running_router
 
 from pdserve.config import load_config
-from pdserve.types import ServePath
 
 TRANSFER_S = 3.0
 """time of a transfer that nobody will take"""
@@ -26,41 +26,15 @@ def router(pair: Pair, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rou
         yield running
 
 
-def differences(pair: Pair, router: Router, case: Case, *, stream: bool) -> list[object]:
-    """Send one request both ways; returns what is not as it must be."""
-    salt, request_id = secrets.token_hex(8), secrets.token_hex(8)
-    alone = ask(pair.decode.client, case.path, case.body(f"{salt}-alone", stream=stream))
-    through = ask(router.public, case.path, case.body(salt, stream=stream), {"x-request-id": request_id})
-    found: list[object] = [] if same(through, alone) else [(through, alone)]
-    if ("refused" in through) != (case in (*REFUSED, *REFUSED_BY_DECODE)):
-        found.append(f"refused or not: {through}")
-    if "refused" not in through:
-        receipt = router.receipt(request_id)
-        expected = (ServePath.DISAGGREGATED, "default") if case.reason is None else (ServePath.LOCAL, case.reason)
-        if (receipt.path, receipt.reason) != expected or receipt.attempts > 1:
-            found.append((receipt.path, receipt.reason, receipt.attempts))
-    return found
-
-
-def run(pair: Pair, router: Router, streams: tuple[bool, ...]) -> None:
-    wrong: dict[str, list[object]] = {}
-    for number, case in enumerate(MATRIX):
-        for stream in streams if len(streams) > 1 else (streams[0] ^ bool(number % 2),):
-            found = differences(pair, router, case, stream=stream)
-            if found:
-                wrong[f"{case.name} on {case.path}, {'stream' if stream else 'whole'}"] = found
-    assert not wrong, "\n".join(f"{what}: {found}" for what, found in wrong.items())
-
-
 def test_answers_equal_the_aggregated_engines(pair: Pair, router: Router) -> None:
     """Text, tool calls, logprobs, finish reason, usage and errors; every other request is a stream."""
-    run(pair, router, (False,))
+    all_equal(pair, router, zip(BRIEF, cycle((False, True))))
 
 
 @pytest.mark.long
 def test_answers_equal_the_aggregated_engines_streamed_and_whole(pair: Pair, router: Router) -> None:
     """The whole matrix, each request in both forms."""
-    run(pair, router, (False, True))
+    all_equal(pair, router, product(MATRIX, (False, True)))
 
 
 @pytest.mark.parametrize("room", [1, pytest.param(3, marks=pytest.mark.long)])
@@ -69,6 +43,32 @@ def test_at_the_models_limit_the_answer_ends_where_the_engines_does(pair: Pair, 
     length = pair.decode.status().max_model_len - room
     fields = {"prompt": tokens(length, seed=9100 + room), "max_tokens": None, "ignore_eos": True}
     assert differences(pair, router, Case("limit", COMPLETIONS, fields), stream=room == 1) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "stop"),
+    [
+        (CHAT, "max_tokens", "stop"),
+        pytest.param(CHAT, "max_completion_tokens", "stop", marks=pytest.mark.long),
+        pytest.param(COMPLETIONS, "max_tokens", "stop", marks=pytest.mark.long),
+        pytest.param(RESPONSES, "max_output_tokens", "stop", marks=pytest.mark.long),
+        (MESSAGES, "max_tokens", "stop_sequences"),
+    ],
+)
+def test_an_output_limit_about_the_models_length_is_taken_as_the_engine_takes_it(
+    pair: Pair, router: Router, path: str, field: str, stop: str
+) -> None:
+    """Up to that length it is cut to what the prompt leaves; beyond it, both refuse it, the router by the name that the client gave it."""
+    length = pair.decode.status().max_model_len
+    base = {**BASE[path], "max_tokens": None, stop: ["T", "A", "P", " "]}
+    for count in (length - 1, length):
+        case = Case(f"{field} {count}", path, {**base, field: count})
+        assert differences(pair, router, case, stream=count == length) == []
+    for count in (0, length + 1, 2**31):
+        body = Case(f"{field} {count}", path, {**base, field: count}).body("salt", stream=False)
+        alone, through = (ask(client, path, body) for client in (pair.decode.client, router.public))
+        assert (alone["refused"], through["refused"]) == (400, 400)
+        assert field in through["message"]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])

@@ -164,14 +164,45 @@ async def test_a_client_that_reads_slowly_is_waited_for() -> None:
 
 
 async def test_an_agent_that_does_not_answer_holds_up_nobody() -> None:
-    """A failed abort is counted; the client was gone anyway and the lease is back."""
+    """A failed abort is counted and tried again, up to a point; the client was gone anyway and the lease is back."""
     async with rig() as r:
         r.decodes[0].script = Script(fault=Fault.HANG)
         r.prefills[0].is_agent_silent = True
         async with raw_request(r, stream=True):
             await until(lambda: len(r.legs) == 2)
         await r.at_rest()
+        await until(lambda: _aborts_failed(r, 3))
+
+
+async def test_an_agent_that_answers_late_is_told_again() -> None:
+    """An abort that did not get through once is sent again, and counts from the client's departure."""
+    async with rig() as r:
+        r.decodes[0].script = Script(fault=Fault.HANG)
+        r.prefills[0].is_agent_silent = True
+        async with raw_request(r, stream=True):
+            await until(lambda: len(r.legs) == 2)
         await until(lambda: _aborts_failed(r))
+        r.prefills[0].is_agent_silent = False
+        (receipt,) = await r.receipts(1)
+        assert all(abort.blocks_free_s is not None for abort in receipt.aborts)
+        assert len(r.prefills[0].aborts) == 1
+
+
+async def test_a_receipt_waits_for_blocks_that_are_held() -> None:
+    """Acknowledged is not free: the agent is asked until nothing is kept, and both times are told."""
+    async with rig() as r:
+        r.decodes[0].script = Script(fault=Fault.HANG)
+        async with raw_request(r, stream=True):
+            await until(lambda: len(r.legs) == 2)
+            (leg,) = r.decodes[0].legs
+            r.decodes[0].held.add(leg.request_id)
+        await until(lambda: r.decodes[0].abort_calls == 3)
+        assert (await r.admin("receipts"))["receipts"] == []
+        r.decodes[0].held.clear()
+        (receipt,) = await r.receipts(1)
+        decode = next(abort for abort in receipt.aborts if abort.worker == "decode-0")
+        assert decode.acknowledged_s is not None and decode.blocks_free_s is not None
+        assert decode.blocks_free_s > decode.acknowledged_s
 
 
 async def _queued(r: Rig) -> bool:
@@ -182,5 +213,5 @@ async def _is_empty(r: Rig) -> bool:
     return bool((await r.admin("status"))["queue"]["requests"] == 0)
 
 
-async def _aborts_failed(r: Rig) -> bool:
-    return (await r.metrics()).get('pdserve_aborts_total{outcome="failed"}') == 1
+async def _aborts_failed(r: Rig, calls: int = 1) -> bool:
+    return (await r.metrics()).get('pdserve_aborts_total{outcome="failed"}', 0) >= calls

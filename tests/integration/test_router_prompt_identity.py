@@ -9,6 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
+from pdserve.errors import RequestError
 from pdserve.routing.reasons import PathReason
 from pdserve.server.api.dialects import DIALECTS, parse
 from pdserve.server.api.request import ClientRequest, Limits, Route
@@ -201,6 +202,25 @@ def test_no_field_of_the_engines_renderer_is_missing() -> None:
         read = {field for field in model.model_fields if f"self.{field}" in source}
         assert read - listed - without_effect == set()
         assert read
+
+
+def test_no_null_breaks_a_response_off() -> None:
+    """An engine repeats the request's fields in its response, after the stream has begun; every null that it takes, it must be able to repeat."""
+    from pydantic import ValidationError
+    from vllm.entrypoints.openai.responses.protocol import ResponsesRequest, ResponsesResponse
+
+    tried = 0
+    for field in ResponsesRequest.model_fields:
+        try:
+            body = decode_body(client(Route.RESPONSES, **{field: None}), TICKET, LEG)
+            decode = engine_request(Route.RESPONSES, body)
+        except (RequestError, ValidationError):
+            continue
+        sampling = decode.to_sampling_params(10, {})
+        told = {"output": [], "status": "in_progress", "usage": None}
+        ResponsesResponse.from_request(decode, sampling, model_name="m", created_time=1, **told)
+        tried += 1
+    assert tried > 20
 
 
 @pytest.mark.parametrize("limit", [{}, {"max_tokens": 100}])

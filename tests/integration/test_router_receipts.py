@@ -4,7 +4,7 @@ import asyncio
 import time
 
 import pytest
-from router_rig import CHAT, Rig, rig, until
+from router_rig import CHAT, Rig, filled, rig, until
 
 from pdserve.server.records import FIRST_PAUSE_S, LONGEST_PAUSE_S
 from pdserve.testing.fake_worker import KV_BYTES_PER_TOKEN, Fault, Phase, Script
@@ -24,8 +24,8 @@ async def test_a_landed_transfer_is_proof_of_disaggregation() -> None:
         assert receipt.receive is not None
         assert receipt.send.transfer_id == receipt.receive.transfer_id == receipt.transfer_id
         assert receipt.executed["disaggregation"] == "yes"
-        assert receipt.eligible == {"disaggregation": "yes"}
-        assert receipt.configured["disaggregation"] == "auto"
+        assert (receipt.eligible["disaggregation"], receipt.configured["disaggregation"]) == ("yes", "auto")
+        assert receipt.executed["transport"] == receipt.configured["transport"] == "tcp"
         assert (receipt.prompt_tokens, receipt.completion_tokens, receipt.cached_tokens) == (9, 4, 0)
         assert receipt.ttft_s is not None
         assert 0 < receipt.ttft_s <= receipt.duration_s
@@ -59,8 +59,8 @@ async def test_a_record_that_never_comes_proves_nothing() -> None:
         assert (await r.stream())[0] == 200
         (receipt,) = await r.receipts(1, timeout_s=15)
         assert (receipt.path, receipt.reason) == (ServePath.DISAGGREGATED, "transfer_unproven")
-        assert receipt.executed == {"disaggregation": "unknown: no record"}
-        assert receipt.send is not None
+        assert receipt.executed["disaggregation"] is None and receipt.executed["transport"] is None
+        assert receipt.send is not None and str(receipt.executed["layer_wise_push"]).startswith("yes: ")
         assert (await r.metrics())["pdserve_kv_records_missing_total"] == 1
 
 
@@ -167,3 +167,41 @@ def _posts(r: Rig, count: int) -> list[asyncio.Task[tuple[int, bytes]]]:
 
 async def _in_flight(r: Rig, decode: int) -> bool:
     return (await r.metrics())['pdserve_in_flight_requests{role="decode"}'] == decode
+
+
+async def test_receipts_are_found_by_what_they_say() -> None:
+    """Newest first, of one outcome, path or reason; the limit counts what matches."""
+    async with rig() as r:
+        for count, body in enumerate(({}, {"n": 2}, {"model": "nope"}), 1):
+            await r.stream(**body)
+            await r.receipts(count)
+
+        async def found(query: str) -> list[str]:
+            return [receipt["reason"] for receipt in (await r.admin(f"receipts?{query}"))["receipts"]]
+
+        assert await found("") == ["rejected", "n_above_one", "default"]
+        assert await found("outcome=finished") == ["n_above_one", "default"]
+        assert await found("outcome=finished&limit=1") == ["n_above_one"]
+        assert await found("path=disaggregated") == await found("reason=default") == ["default"]
+        assert await found("outcome=nonsense") == await found("limit=0") == []
+
+
+@pytest.mark.parametrize("limit", ["-1", "1025", "x"])
+async def test_a_bad_limit_of_receipts_is_named(limit: str) -> None:
+    """400 in the shape of all errors."""
+    async with rig() as r, r.client.get(f"{r.admin_url}/admin/v1/receipts?limit={limit}") as answer:
+        assert answer.status == 400
+        assert (await answer.json())["error"]["param"] == "limit"
+
+
+async def test_one_receipt_is_found_by_each_of_its_ids() -> None:
+    """The router's, the client's, the transfer's; another id is 404."""
+    async with rig() as r:
+        async with r.client.post(r.url + CHAT, json=filled(CHAT, {}), headers={"x-request-id": "mine-1"}) as answer:
+            assert answer.status == 200
+        (receipt,) = await r.receipts(1)
+        assert receipt.client_request_id == "mine-1" and receipt.transfer_id is not None
+        for known_as in (receipt.request_id, "mine-1", receipt.transfer_id):
+            assert (await r.admin(f"receipts/{known_as}"))["request_id"] == receipt.request_id
+        async with r.client.get(f"{r.admin_url}/admin/v1/receipts/nobody") as answer:
+            assert (answer.status, (await answer.json())["error"]["code"]) == (404, "not_found")

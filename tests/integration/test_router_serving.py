@@ -156,7 +156,7 @@ async def test_local_path_asks_no_prefill_worker() -> None:
         assert r.prefills[0].legs == []
         assert r.decodes[0].legs[0].side is None
         assert (receipt.path, receipt.reason) == ("local", "n_above_one")
-        assert receipt.executed == {"disaggregation": "no: n_above_one"}
+        assert receipt.executed["disaggregation"] == "no: n_above_one"
 
 
 async def test_without_a_prefill_worker_decode_serves_alone_and_says_so() -> None:

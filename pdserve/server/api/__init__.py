@@ -6,6 +6,8 @@
     completions, chat, responses, messages
                  the dialects; `openai` is what the first three share
     dialects     the table of them, and `parse`
+    questions    what any worker answers at once
+    endpoints    the table of all paths that take a body
     schema       the same knowledge as an OpenAPI document
 
 Holds for vLLM 0.32. Knows nothing of workers, connections or receipts.

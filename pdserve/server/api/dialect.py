@@ -27,6 +27,8 @@ class Dialect(ABC):
     """types of the fields that the router reads; all others go to decode unread"""
     required: ClassVar[Mapping[str, Mapping[str, Any]]]
     """fields without which a body is refused, with what their schema says beyond the rule"""
+    refused: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
+    """fields that are not refused only if they say nothing, with the schema of that"""
     prefill_fields: ClassVar[frozenset[str]]
     """what the prefill leg takes over from the client: all that decides which tokens the prompt becomes and which cache entries it may share"""
     one_token: ClassVar[Mapping[str, object]]

@@ -29,6 +29,7 @@ def parse(route: Route, raw: bytes, limits: Limits) -> ClientRequest:
         route=route,
         body=body,
         model=model,
+        max_model_len=max_model_len,
         stream=bool(body.get("stream")),
         include_usage=dialect.includes_usage(body),
         prompt_bytes=prompt.text_bytes,

@@ -45,7 +45,7 @@ def _rule(expected: str, *types: type, items: Rule | None = None) -> Rule:
 
 
 MAX_INT = 2**63 - 1
-"""an integer beyond this is parsed as a float"""
+"""of what engines hold integers in"""
 _ONE_STRING = Rule(frozenset({str}), "a string")
 STR = _rule("a string", str)
 INT = _rule("an integer", int)
@@ -80,14 +80,20 @@ def load(raw: bytes) -> dict[str, Any]:
     return body
 
 
-def check_types(body: Mapping[str, Any], rules: Mapping[str, Rule]) -> None:
-    """Check every field that has a rule, and that none is there which clients may not send. Raises `RequestError`."""
+def check_types(body: dict[str, Any], rules: Mapping[str, Rule]) -> None:
+    """Check every field that has a rule, and that none is there which clients may not send. Raises `RequestError`.
+
+    An integer written as 5.0 becomes 5: JSON knows no difference, and engines make none.
+    """
     for field in INTERNAL_FIELDS.intersection(body):
         raise _not_for_clients(field)
     for field, value in body.items():
         rule = rules.get(field)
-        if rule is not None and not rule.allows(value):
+        if rule is None or rule.allows(value):
+            continue
+        if int not in rule.types or type(value) is not float or not value.is_integer() or abs(value) > MAX_INT:
             raise wrong_type(field, rule.expected)
+        body[field] = int(value)
     for field in INTERNAL_ARGUMENTS.intersection(body.get("vllm_xargs") or ()):
         raise _not_for_clients(f"vllm_xargs.{field}")
 

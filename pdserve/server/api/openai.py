@@ -10,7 +10,7 @@ from pdserve.routing.reasons import PathReason
 from pdserve.server.api.dialect import Dialect, integers, replace_known
 from pdserve.server.api.fields import BOOL, INT, MAX_INT, NUMBER, OBJECT, STOP, STR, Rule, check_range, wrong_type
 from pdserve.server.api.request import ClientRequest, Limits, Prompt
-from pdserve.server.frames import DONE_EVENT, Frame, FrameKind, event_data, event_payload
+from pdserve.server.frames import DONE_EVENT, Frame, FrameKind, event_data, json_object
 
 COMMON_RULES: Mapping[str, Rule] = {
     "model": STR,
@@ -115,7 +115,7 @@ def _classify_parsed(raw: bytes, is_finish: bool) -> Frame:
         return Frame(FrameKind.OTHER, raw)
     if data.strip() == b"[DONE]":
         return Frame(FrameKind.DONE, raw)
-    payload = event_payload(raw)
+    payload = json_object(data)
     if payload is None:
         return Frame(FrameKind.DATA, raw, None, is_finish)
     if payload.get("error") is not None:
@@ -146,8 +146,7 @@ def check_lengths(body: Mapping[str, Any], max_model_len: int, *, least: int = 1
     """
     for field in ("max_tokens", "max_completion_tokens"):
         check_range(body, field, least, max_model_len, "context_length_exceeded")
-    if (body.get("min_tokens") or 0) < 0:
-        raise RequestError(400, "min_tokens must not be negative", "min_tokens", "invalid_value")
+    check_range(body, "min_tokens", 0, MAX_INT)
 
 
 def common_reasons(body: Mapping[str, Any], prompt: Prompt, max_model_len: int) -> Sequence[tuple[object, PathReason]]:

@@ -47,8 +47,13 @@ def _check_detokenize(body: Mapping[str, Any]) -> None:
     tokens = body.get("tokens")
     if tokens is None:
         raise RequestError(400, "tokens must be an array of token ids", "tokens", "invalid_value")
-    if not all(type(token) is int and 0 <= token <= LARGEST_ID for token in tokens):
+    if not all(_is_integer(token) and 0 <= token <= LARGEST_ID for token in tokens):
         raise RequestError(400, f"tokens must be an array of integers between 0 and {LARGEST_ID}", "tokens", "invalid_type")
+
+
+def _is_integer(value: object) -> bool:
+    """Say whether an engine reads this as an integer: 5.0 is one."""
+    return type(value) is int or (type(value) is float and value.is_integer())
 
 
 def _check_count(body: Mapping[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """A request that may be served, whatever its API. Values only."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -50,6 +50,8 @@ class ClientRequest:
     route: Route
     body: Mapping[str, Any]
     model: str
+    max_model_len: int
+    """of the model, tokens"""
     stream: bool
     include_usage: bool
     """the client gets the event that reports its stream's usage"""
@@ -58,6 +60,8 @@ class ClientRequest:
     """see `Prompt`"""
     local_reason: PathReason | None
     """why this body cannot be served by two legs, if so"""
+    prompt_ids: Sequence[int] | None = None
+    """tokens that engines take for the prompt instead of rendering the conversation"""
 
 
 def served_model(body: Mapping[str, Any], limits: Limits) -> str:

@@ -23,6 +23,8 @@ NOT_STORED = "this deployment keeps no responses: send the whole conversation as
 CLIENT_TOOLS = frozenset({"function", "custom", "namespace"})
 """tools that the client runs; with any other an engine may answer its own calls, each time with a longer prompt"""
 _STATEFUL = ("previous_response_id", "conversation")
+_NEVER_NULL = frozenset({"background", "truncation"})
+"""null stands for the default of every field, but an engine that is given it for one of these breaks its answer off"""
 _PREAMBLE = frozenset({"response.created", "response.in_progress", "response.queued"})
 _LAST = frozenset({"response.completed", "response.incomplete"})
 _FAILED = frozenset({"response.failed", "error"})
@@ -56,6 +58,10 @@ class Responses(Dialect):
         "vllm_xargs": OBJECT,
     }
     required: ClassVar = {"input": {"type": ["string", "array"], "items": {"type": "object"}}}
+    refused: ClassVar = {
+        **{field: {"type": "null"} for field in (*_STATEFUL, "prompt")},
+        "background": {"enum": [False, None]},
+    }
     prefill_fields = frozenset(
         {
             *("model", "cache_salt"),  # part of a block's identity
@@ -96,7 +102,7 @@ class Responses(Dialect):
         reasons = (
             (prompt.has_media, PathReason.MEDIA),
             (any(isinstance(tool, dict) and tool.get("type") not in CLIENT_TOOLS for tool in tools), PathReason.ENGINE_TOOLS),
-            (body.get("truncation", "disabled") != "disabled", PathReason.TRUNCATION),
+            ((body.get("truncation") or "disabled") != "disabled", PathReason.TRUNCATION),
         )
         return first_reason(reasons)
 
@@ -104,7 +110,8 @@ class Responses(Dialect):
         return {**super().prefill(body, leg_id), "request_id": engine_id(leg_id)}
 
     def decode(self, request: ClientRequest, leg_id: str) -> dict[str, Any]:
-        return {**super().decode(request, leg_id), "store": False, "request_id": engine_id(leg_id)}
+        fields = {name: value for name, value in super().decode(request, leg_id).items() if value is not None or name not in _NEVER_NULL}
+        return {**fields, "store": False, "request_id": engine_id(leg_id)}
 
     def is_plain(self, chunk: bytes) -> bool:
         return (

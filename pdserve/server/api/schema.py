@@ -28,11 +28,34 @@ _ANTHROPIC_ERROR: Schema = {
         "error": {"type": "object", "required": ["type", "message"], "properties": {"message": {"type": "string"}}},
     },
 }
+_OPENAI_EVENT: Schema = {
+    "type": "object",
+    "required": ["data"],
+    "properties": {
+        "data": {"anyOf": [{"const": "[DONE]"}, {"type": "string", "contentMediaType": "application/json", "contentSchema": _ANY_OBJECT}]}
+    },
+}
+_NAMED_EVENT: Schema = {
+    "type": "object",
+    "required": ["event", "data"],
+    "properties": {
+        "event": {"type": "string"},
+        "data": {
+            "type": "string",
+            "contentMediaType": "application/json",
+            "contentSchema": {"type": "object", "required": ["type"], "properties": {"type": {"type": "string"}}},
+        },
+    },
+}
 _JSON, _EVENTS, _TEXT = "application/json", "text/event-stream", "text/plain"
 _OPTIONS_NEED_A_STREAM: Schema = {
     "if": {"not": {"required": ["stream"], "properties": {"stream": {"const": True}}}},
     "then": {"properties": {"stream_options": {"type": ["object", "null"], "maxProperties": 0}}},
 }
+_TEXT_OR_MESSAGES: list[Schema] = [
+    {"required": ["prompt"], "properties": {"prompt": {"type": "string"}}},
+    {"required": ["messages"], "properties": {"messages": {"type": "array", "minItems": 1}}},
+]
 _SUMMARIES = {
     Route.CHAT.value: "Answer a conversation",
     Route.COMPLETIONS.value: "Continue a text",
@@ -66,18 +89,21 @@ def openapi(limits: Limits) -> Schema:
         "/readyz": {"get": _get("Whether requests can be disaggregated now", {_JSON: _ANY_OBJECT}, "503")},
         "/metrics": {"get": _get("Prometheus metrics of the router", {_TEXT: {"type": "string"}})},
     }
-    return {"openapi": "3.1.0", "info": {"title": "pdserve", "version": __version__}, "paths": paths}
+    # 3.2 is the first version that can say what an event of a stream is.
+    return {"openapi": "3.2.0", "info": {"title": "pdserve", "version": __version__}, "paths": paths}
 
 
 def _post(path: str, limits: Limits) -> Schema:
     endpoint = ENDPOINTS[path]
-    is_question = isinstance(endpoint, Question)
-    success: Schema = {_JSON: _ANY_OBJECT} if is_question else {_JSON: _ANY_OBJECT, _EVENTS: {"type": "string"}}
-    error = {_JSON: _ANTHROPIC_ERROR if dialect_of(endpoint) is DIALECTS[Route.MESSAGES] else _OPENAI_ERROR}
+    dialect = dialect_of(endpoint)
+    success = _answer({_JSON: _ANY_OBJECT}, "The answer")
+    if not isinstance(endpoint, Question):
+        success["content"][_EVENTS] = {"itemSchema": _OPENAI_EVENT if dialect.stream_end else _NAMED_EVENT}
+    error = {_JSON: _ANTHROPIC_ERROR if dialect is DIALECTS[Route.MESSAGES] else _OPENAI_ERROR}
     return {
         "summary": _SUMMARIES[path],
         "requestBody": {"required": True, "content": {_JSON: {"schema": _body(endpoint, limits)}}},
-        "responses": {"200": _answer(success, "The answer"), "4XX": _answer(error, "Refused"), "5XX": _answer(error, "Failed")},
+        "responses": {"200": success, "4XX": _answer(error, "Refused"), "5XX": _answer(error, "Failed")},
     }
 
 
@@ -96,7 +122,8 @@ def _body(endpoint: Route | Question, limits: Limits) -> Schema:
         "propertyNames": {"not": {"enum": sorted(INTERNAL_FIELDS)}},
     }
     if isinstance(endpoint, Question):
-        return schema | ({"anyOf": [{"required": ["prompt"]}, {"required": ["messages"]}]} if endpoint.path == "/tokenize" else {})
+        return schema | ({"anyOf": _TEXT_OR_MESSAGES} if endpoint.path == "/tokenize" else {})
+    properties |= {name: dict(schema) for name, schema in DIALECTS[endpoint].refused.items()}
     for name, (least, most) in DIALECTS[endpoint].ranges(limits).items():
         properties[name] |= {"minimum": least, "maximum": most}
     return schema | (_OPTIONS_NEED_A_STREAM if _needs_stream(known.rules) and endpoint is not Route.RESPONSES else {})

@@ -86,6 +86,20 @@ def test_ticket_in_use_is_refused_until_its_request_is_over() -> None:
     assert side.refused == {"ticket_in_use": 1}
 
 
+def test_closing_ends_what_a_finished_prefill_keeps_and_nothing_else() -> None:
+    """Its consumer may never come: the ranks are told to close, as often as one likes. A running request is the engine's to abort."""
+    side, request = scheduler(), leg(SEND)
+    side.on_new_request(request)
+    side.allocated(request, Blocks(TABLE), 0)
+    told(side, step(0, 40))
+    side.close(["r1", "unknown"])
+    assert is_silent(told(side))
+    assert side.request_finished(request) == (True, None)
+    side.close(["r1"])
+    assert told(side).cancelled_sends == [(KEY, CloseReason.ABORTED)]
+    assert side.num_open == 1
+
+
 def test_engine_ids_are_labels_only() -> None:
     """Ids that are prefixes of each other, or of another alphabet, never cross: the key is the ticket's."""
     side = scheduler()

@@ -10,7 +10,7 @@ from receipt_facts import receipt, receive_record, send_record
 
 from pdserve.observe.metrics import CANARY_ROUTE, Metrics
 from pdserve.testing.fleet import FakeFleet, specs
-from pdserve.types import CloseReason, FleetSnapshot, Receipt, Role, ServePath, TransferRecord, WorkerState
+from pdserve.types import CloseReason, FleetSnapshot, LegAbort, Receipt, Role, ServePath, TransferRecord, WorkerState
 
 FAMILIES: dict[str, tuple[str, set[str]]] = {
     "pdserve_queue_depth_requests": ("gauge", {"pool"}),
@@ -39,6 +39,9 @@ FAMILIES: dict[str, tuple[str, set[str]]] = {
     "pdserve_retries_total": ("counter", {"reason"}),
     "pdserve_shed_total": ("counter", {"reason"}),
     "pdserve_aborts_total": ("counter", {"outcome"}),
+    "pdserve_resumed_streams_total": ("counter", {"outcome"}),
+    "pdserve_abort_seconds": ("histogram", {"until"}),
+    "pdserve_aborts_unconfirmed_total": ("counter", {"until"}),
     "pdserve_workers": ("gauge", {"role", "state"}),
     "pdserve_build_info": ("gauge", {"version"}),
 }
@@ -97,7 +100,8 @@ def use_everything(scrape: Scrape) -> None:
     metrics.record_breaker_opened()
     metrics.record_reuse(512, 128)
     metrics.record_abort("done")
-    metrics.observe(receipt())
+    metrics.observe(receipt(resumed_at=(3, 17)))
+    metrics.observe(receipt(aborts=(LegAbort("p0", "r0-1", 0.25, 0.5), LegAbort("d0", "r0-1", None, None))))
     metrics.observe(receipt(outcome="shed", status=429, reason="queue_full_tokens", path=ServePath.NONE, transfer_id=None, attempts=0))
 
 
@@ -126,6 +130,16 @@ def test_one_receipt_moves_every_series_of_a_request_once(scrape: Scrape) -> Non
     assert scrape.timed("pdserve_kv_transfer_seconds") == (1, 0.02)
     assert scrape.value("pdserve_kv_records_missing_total") == 0
     assert not any(value for name, _, _, value in scrape.samples() if name in ("pdserve_shed_total", "pdserve_retries_total"))
+
+
+def test_aborts_are_timed_where_an_agent_confirmed_them(scrape: Scrape) -> None:
+    """One whose agent never answered, or whose blocks were never said to be free, is counted instead of timed."""
+    scrape.metrics.observe(receipt(aborts=(LegAbort("p0", "r0-1", 0.25, 0.5), LegAbort("d0", "r0-1", 0.5, None))))
+    scrape.metrics.observe(receipt(aborts=(LegAbort("d0", "r1-1", None, None),)))
+    assert scrape.timed("pdserve_abort_seconds", {"until": "acknowledged"}) == (2, 0.75)
+    assert scrape.timed("pdserve_abort_seconds", {"until": "blocks_free"}) == (1, 0.5)
+    assert scrape.value("pdserve_aborts_unconfirmed_total", {"until": "acknowledged"}) == 1
+    assert scrape.value("pdserve_aborts_unconfirmed_total", {"until": "blocks_free"}) == 2
 
 
 def test_a_canary_counts_but_times_no_client(scrape: Scrape) -> None:

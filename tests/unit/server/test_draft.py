@@ -59,28 +59,19 @@ def test_an_answer_in_one_piece_has_no_first_token_time() -> None:
         ("finished", (CloseReason.NOTHING_TO_MOVE, 0), ServePath.LOCAL, "transfer_nothing_to_move", "no: nothing_to_move"),
         ("finished", (CloseReason.PROMPT_MISMATCH, 0), ServePath.LOCAL, "transfer_prompt_mismatch", "no: prompt_mismatch"),
         ("finished", (CloseReason.EXPIRED, 5), ServePath.LOCAL, "transfer_expired", "no: expired"),
-        ("finished", None, ServePath.DISAGGREGATED, "transfer_unproven", "unknown: no record"),
+        ("finished", None, ServePath.DISAGGREGATED, "transfer_unproven", None),
         ("cancelled", (CloseReason.ABORTED, 0), ServePath.DISAGGREGATED, "default", "no: aborted"),
-        ("failed", None, ServePath.DISAGGREGATED, "default", "unknown: no record"),
+        ("failed", None, ServePath.DISAGGREGATED, "default", None),
     ],
 )
 def test_the_path_is_what_the_receiving_side_proves(
-    outcome: str, receive: tuple[CloseReason, int] | None, path: ServePath, reason: str, executed: str
+    outcome: str, receive: tuple[CloseReason, int] | None, path: ServePath, reason: str, executed: str | None
 ) -> None:
     """A finished request was disaggregated only if KV landed; one that did not finish keeps what was chosen."""
     made = draft()
     made.end(11.0, 200, outcome)
     receipt = made.receipt(None, None if receive is None else record(TransferSide.RECEIVE, *receive))
     assert (receipt.path, receipt.reason, receipt.executed["disaggregation"]) == (path, reason, executed)
-
-
-def test_what_each_side_did_is_spelled_out() -> None:
-    """Reuse on both sides, and how much went out while prefill still computed."""
-    made = draft()
-    made.end(11.0, 200, "finished")
-    executed = made.receipt(record(TransferSide.SEND, CloseReason.RELEASED), record(TransferSide.RECEIVE, CloseReason.LANDED)).executed
-    assert executed["prefix_reuse"] == "decode 2 tokens, prefill 2 tokens"
-    assert executed["layer_wise_push"].startswith("0 of 900 bytes")
 
 
 def test_a_local_request_says_why() -> None:
@@ -90,8 +81,7 @@ def test_a_local_request_says_why() -> None:
     made.end(11.0, 200, "finished")
     receipt = made.receipt(None, None)
     assert receipt.configured == {"transport": "tcp"}
-    assert receipt.eligible == {"disaggregation": "no: media"}
-    assert receipt.executed == {"disaggregation": "no: media"}
+    assert (receipt.eligible["disaggregation"], receipt.executed["disaggregation"]) == ("no: media", "no: media")
     assert (receipt.prefill_worker, receipt.decode_worker, receipt.transfer_id) == (None, "d0", None)
 
 
@@ -102,7 +92,7 @@ def test_a_request_that_was_refused_has_no_path() -> None:
     receipt = made.receipt(None, None)
     assert (receipt.path, receipt.reason, receipt.attempts) == (ServePath.NONE, "rejected", 0)
     assert receipt.eligible == {}
-    assert receipt.executed == {"disaggregation": "no: never started"}
+    assert set(receipt.executed.values()) == {"no: never started"}
 
 
 def test_usage_becomes_counts() -> None:

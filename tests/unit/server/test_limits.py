@@ -142,6 +142,24 @@ def test_headers_tell_what_is_limited_and_nothing_else() -> None:
     assert set(Tenant(5, None).told) == {f"x-ratelimit-{what}-requests" for what in ("limit", "remaining", "reset")}
 
 
+def test_anthropics_clients_are_told_by_its_names_too() -> None:
+    """When all is there again is a time of day, never before it is true."""
+    limits = RateLimits(ManualClock(), unix_s=lambda: 1_798_761_600.25)
+    meter = limits.meter("a", 60, 6000, speaks_anthropic=True)
+    limits.enter(meter)
+    limits.reserve(meter, 100)
+    told = {name.decode(): value.decode() for name, value in limits.headers(meter)}
+    assert {name: value for name, value in told.items() if not name.startswith("x-")} == {
+        "anthropic-ratelimit-requests-limit": "60",
+        "anthropic-ratelimit-requests-remaining": "59",
+        "anthropic-ratelimit-requests-reset": "2027-01-01T00:00:02Z",
+        "anthropic-ratelimit-tokens-limit": "6000",
+        "anthropic-ratelimit-tokens-remaining": "5900",
+        "anthropic-ratelimit-tokens-reset": "2027-01-01T00:00:02Z",
+    }
+    assert told["x-ratelimit-reset-requests"] == "1s"
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"), [(0, "0ms"), (0.12, "120ms"), (0.9999, "1s"), (1.5, "1.5s"), (59.9, "59.9s"), (360, "6m0s"), (61.25, "1m1.25s")]
 )
@@ -218,6 +236,7 @@ TOO_MANY = "invalid_value"
         ({"messages": [TEXT] * 4, "tools": [{}] * 3, "stop": ["a"] * 2}, None),
         ({"messages": [TEXT] * 5}, ("messages", TOO_MANY)),
         ({"input": [TEXT] * 5}, ("input", TOO_MANY)),
+        ({"previous_input_messages": [TEXT] * 5}, ("previous_input_messages", TOO_MANY)),
         ({"input": "x" * 1000}, None),
         ({"tools": [{}] * 4}, ("tools", TOO_MANY)),
         ({"functions": [{}] * 4}, ("functions", TOO_MANY)),
@@ -268,7 +287,6 @@ def test_a_request_without_an_output_limit_gets_the_deployments() -> None:
         assert with_output_limit(body, "max_tokens", 100) is body
     assert with_output_limit({"max_tokens": None}, "max_completion_tokens", 9)["max_completion_tokens"] == 9
     assert with_output_limit({}, None, 100) == {}
-    assert with_output_limit({}, "max_tokens", None) == {}
 
 
 def media(*parts: Any, field: str = "messages") -> dict[str, Any]:
