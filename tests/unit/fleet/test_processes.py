@@ -13,9 +13,9 @@ from pdserve.fleet.processes import MARK, ProcessId, current, descendants, end_a
 
 SLEEP = "import time; time.sleep(600)"
 SLEEP_DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print(1, flush=True); {SLEEP}"
-PARENT_OF_SLEEP = (
-    f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {SLEEP!r}]); print(child.pid, flush=True); child.wait()"
-)
+TELL_AND_SLEEP = f"import os; print(os.getpid(), flush=True); {SLEEP}"
+PARENT_OF_SLEEP = f"import subprocess, sys; child = subprocess.Popen([sys.executable, '-c', {TELL_AND_SLEEP!r}]); child.wait()"
+"""the child tells its own pid: by then /proc shows its environment, which it does not at once when its parent knows the pid"""
 
 
 @pytest.fixture
