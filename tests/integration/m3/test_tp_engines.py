@@ -2,6 +2,7 @@
 
 import dataclasses
 import secrets
+from collections.abc import Sequence
 
 import pytest
 from engine_requests import body_of, complete, computed, text_of, through_both
@@ -12,6 +13,7 @@ from pdserve.types import CloseReason
 
 from .caches import INDEX_LAYERS, LAYERS, MAIN_LAYERS, block_bytes, letters
 from .conftest import Engines, Trace, Verify
+from .kv_plugin import Event
 
 pytestmark = pytest.mark.engine
 
@@ -20,6 +22,8 @@ PAIRS = [(1, 2), (2, 1), (2, 4), (4, 2)]
 FAR_PAIRS = [(1, 4), (4, 1)]
 TOPK_TOKENS = TEXT_CONFIG["sparse_attention_config"]["sparse_topk_blocks"] * BLOCK_TOKENS
 LENGTHS = (1, BLOCK_TOKENS - 1, BLOCK_TOKENS, BLOCK_TOKENS + 1, TOPK_TOKENS - 1, TOPK_TOKENS, TOPK_TOKENS + 1, 1500)
+ATTEMPTS = 4
+"""prompts that may be sent until one leaves early: on a busy machine a rank's I/O thread may get no turn before the forward ends"""
 FEW_LENGTHS = (1, BLOCK_TOKENS, BLOCK_TOKENS + 1, TOPK_TOKENS, TOPK_TOKENS + 1)
 
 
@@ -84,19 +88,30 @@ def test_prefix_hits_on_either_side_move_what_decode_lacks(m3_engines: Engines, 
     assert text_of(answer) == text_of(alone)
 
 
-@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (4, 2), pytest.param(1, 2, marks=long), pytest.param(2, 4, marks=long)])
-def test_every_rank_sends_while_the_prompt_is_computed(m3_engines: Engines, trace: Trace, prefill: int, decode: int) -> None:
-    """Heads that are cut or joined leave as early as whole ones, and the index from those ranks that somebody reads it from."""
-    pair = m3_engines.pair(prefill, decode)
-    body = body_of(letters(6 * BLOCK_TOKENS, seed=77 * prefill + decode), stream=False, salt=secrets.token_hex(8), max_tokens=2)
-    _, sent, _ = through_both(pair, "/v1/completions", body)
+def sent_early(events: Sequence[Event]) -> dict[int, set[str]]:
+    """Return for each rank's process the layers of which something left before its last step ended."""
     early: dict[int, set[str]] = {}
-    events = trace()
     for pid in {event.rank_pid for event in events}:
         of_rank = [event for event in events if event.rank_pid == pid]
         last_end = max(number for number, event in enumerate(of_rank) if not event.layers)
         early[pid] = {layer for event in of_rank[:last_end] for layer in event.layers}
+    return early
+
+
+@pytest.mark.parametrize(("prefill", "decode"), [(2, 1), (4, 2), pytest.param(1, 2, marks=long), pytest.param(2, 4, marks=long)])
+def test_every_rank_sends_while_the_prompt_is_computed(m3_engines: Engines, trace: Trace, prefill: int, decode: int) -> None:
+    """Heads that are cut or joined leave as early as whole ones, and the index from those ranks that somebody reads it from."""
+    pair = m3_engines.pair(prefill, decode)
+    for attempt in range(ATTEMPTS):
+        seen = len(trace())
+        prompt = letters(6 * BLOCK_TOKENS, seed=77 * prefill + decode + 1000 * attempt)
+        body = body_of(prompt, stream=False, salt=secrets.token_hex(8), max_tokens=2)
+        _, sent, _ = through_both(pair, "/v1/completions", body)
+        early = sent_early(trace()[seen:])
+        senders_of_index = sum(layers >= {*INDEX_LAYERS} for layers in early.values())
+        if all(layers >= {*MAIN_LAYERS} for layers in early.values()) and senders_of_index == min(prefill, decode):
+            break
     assert len(early) == prefill
     assert all(layers >= {*MAIN_LAYERS} for layers in early.values()), early
-    assert sum(layers >= {*INDEX_LAYERS} for layers in early.values()) == min(prefill, decode)
+    assert senders_of_index == min(prefill, decode)
     assert 0 < sent.bytes_before_forward_end <= sent.bytes_moved
