@@ -37,7 +37,8 @@ def test_answers_equal_the_aggregated_engines_streamed_and_whole(pair: Pair, rou
     all_equal(pair, router, product(MATRIX, (False, True)))
 
 
-@pytest.mark.parametrize("room", [1, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("room", [1, 3])
 def test_at_the_models_limit_the_answer_ends_where_the_engines_does(pair: Pair, router: Router, room: int) -> None:
     """A prompt that leaves room for a few tokens and no limit of its own: the same tokens, `length`, the same count."""
     length = pair.decode.status().max_model_len - room
